@@ -1,0 +1,55 @@
+"""The engine seam: what a role may ask of whatever computes its steps and holds its KV.
+
+An engine owns a pool of `num_slots` token slots and nothing else: which slot belongs to whom is the
+instance's page accounting (`pddrt.kv`). An engine runs one step at a time; the caller never starts
+a second one before the first has returned.
+
+`torch.TorchEngine` computes with a real model; `model.ModelEngine` charges time and keeps tags in
+place of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pddrt.types import KVLayout, Run, Span, StepCost
+
+__all__ = ["Engine", "StepCost"]
+
+
+class Engine(Protocol):
+    layout: KVLayout
+    num_slots: int
+    max_context: int
+    """Longest sequence the model can take, in tokens."""
+
+    async def start(self) -> None:
+        """Gets ready, once, before the first step: from then on a step costs what a step costs."""
+        ...
+
+    async def step(self, spans: Sequence[Span]) -> list[int | None]:
+        """One forward pass over all spans together; the next id of each span, None where none was
+        asked.
+
+        Writes the KV of every span's tokens into the slots its runs name. Spans are disjoint: no
+        slot is written by one and touched by another. KV is complete, and may be read or sent, once
+        this returns.
+        """
+        ...
+
+    def read_kv(self, runs: Sequence[Run]) -> bytes:
+        """A copy of the KV in `runs`, in wire order: for each layer K then V, each [tokens,
+        kv_heads, head_dim].
+
+        Length: tokens * layout.bytes_per_token.
+        """
+        ...
+
+    def write_kv(self, runs: Sequence[Run], payload: bytes | memoryview) -> None:
+        """Stores `payload` (wire order, this engine's layout) into `runs`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends worker threads and frees the pool."""
+        ...

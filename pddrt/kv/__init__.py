@@ -1,0 +1,1 @@
+"""KV memory by pages: who owns which slots. Pure accounting, no tensors."""

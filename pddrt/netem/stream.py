@@ -1,0 +1,435 @@
+"""Streams: the connections of both nets, and what the nets do alike.
+
+    send/post -> pending -> [ link: queue, share of the rate ] -> in propagation -> Carrier.write
+    recv <- frames <- FrameReader <- bytes from the carrier
+
+`EmulatedNet` holds the `Direction`s of a topology, `Stream` is the `Connection` a role sees. A net
+supplies the `Carrier`: what happens to bytes that are due (memory: into the other end; sockets:
+into the transport), and how an end learns of the other. All shaping is done by the sender, which
+owns the bytes; the receiver shapes nothing.
+
+**The window of a flow**, in bytes: a send buffer (see `flow`) handed over and not yet out of the
+bottleneck, plus what is in propagation (unbounded by design: a bound there would make latency
+throttle the rate), plus RECV_BUFFER arrived and not yet taken by `recv` (and, with sockets, what
+the kernel holds). Once the receive buffer is over its bound the sender puts nothing more on the
+link until it is not. `post` may queue POST_BUFFER beyond that.
+
+**Ends.** `close` sends an end mark behind all that was handed over. `abort` drops what is pending
+or queued, then sends the mark: what had left the bottleneck is on its way and still arrives, the
+mark comes after it, one delay after the abort. The other end reads what arrived whole, then
+ConnectionLost; from the moment the mark arrives its own sends fail and what it has queued is
+dropped. An end that was closed or aborted receives nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from pddrt.env import Env
+from pddrt.errors import BadFrame, ConnectionLost, PeerError
+from pddrt.frames import Frame
+from pddrt.netem.flow import Direction, Load
+from pddrt.netem.link import Flow, Link
+from pddrt.netem.net import Accept, LinkSpec, LinkStats, Topology
+from pddrt.types import Ns
+
+RECV_BUFFER = 4 << 20
+"""As the kernel's own default bound on a socket."""
+POST_BUFFER = 1 << 20
+"""Control frames are hundreds of bytes: this much queued means the peer has stopped reading."""
+
+Buffer = bytes | memoryview
+
+
+class Carrier(Protocol):
+    """How bytes that are due reach the other end. None of these may call into the stream that calls
+    them."""
+
+    def write(self, pieces: list[Buffer]) -> None:
+        """Bytes that are due now. The buffers never change."""
+        ...
+
+    def end(self) -> None:
+        """The end mark is due. May come twice."""
+        ...
+
+    def pause(self) -> None:
+        """The receive buffer is over its bound."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class _Outgoing:
+    """A frame on its way into the link; `done` is set when the last piece is in (nobody waits for a
+    post)."""
+
+    __slots__ = ("account", "done", "left", "nbytes", "parts", "posted")
+
+    def __init__(self, frame: Frame, done: asyncio.Future[None] | None) -> None:
+        body = memoryview(frame.payload)
+        head = frame.head()
+        payload: Buffer = b""
+        if isinstance(frame.payload, bytes):
+            payload = frame.payload
+        elif body.nbytes:
+            payload = body.cast("B")
+        self.parts: deque[memoryview] = deque(memoryview(p) for p in (head, payload) if len(p))
+        self.nbytes = self.left = len(head) + len(payload)
+        self.account = frame.account
+        self.done = done
+        self.posted = 0 if done else self.nbytes
+        if done is None:
+            self.own()
+
+    @property
+    def begun(self) -> bool:
+        return self.left < self.nbytes
+
+    def own(self) -> None:
+        """Copies what the sender may still change."""
+        self.parts = deque(memoryview(_frozen(part)) for part in self.parts)
+
+    def take(self, nbytes: int) -> list[Buffer]:
+        """The next `nbytes`, as buffers that will not change."""
+        taken: list[Buffer] = []
+        self.left -= nbytes
+        while nbytes:
+            part = self.parts.popleft()
+            if part.nbytes > nbytes:
+                self.parts.appendleft(part[nbytes:])
+                part = part[:nbytes]
+            nbytes -= part.nbytes
+            taken.append(_frozen(part))
+        return taken
+
+
+def _frozen(part: memoryview) -> Buffer:
+    return part if isinstance(part.obj, bytes) else bytes(part)
+
+
+class Stream:
+    """One end of a connection: `net.Connection`, over a carrier. See the module for its window and
+    its ends."""
+
+    def __init__(self, peer: str, direction: Direction, carrier: Carrier) -> None:
+        self.peer = peer
+        self._direction = direction
+        self._carrier = carrier
+        self._flow = Flow()
+        self._pending: deque[_Outgoing] = deque()
+        self._queued = 0  # bytes in the link's queue
+        self._posted = 0  # bytes of posts, pending or queued
+        self._paused = False  # the other side takes no more for now
+        self._closing = False
+        self._marked = False
+        self._lost: ConnectionLost | None = None  # set once nothing more can be sent
+        self._drains: list[asyncio.Future[None]] = []
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._unread = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._end: PeerError | None = None  # what `recv` raises after the last frame
+
+    # -- Connection -------------------------------------------------------------------------------
+
+    async def send(self, frame: Frame) -> None:
+        self.check_open()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        out = _Outgoing(frame, done)
+        self._put(out)
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._desert(out)
+            raise
+
+    def post(self, frame: Frame) -> None:
+        if self._lost or self._closing:
+            return
+        out = _Outgoing(frame, None)
+        if self._posted + out.nbytes > POST_BUFFER:
+            raise PeerError(
+                f"{self.peer} does not take its control frames: {self._posted} bytes are queued, "
+                f"{out.nbytes} more would exceed {POST_BUFFER}"
+            )
+        self._posted += out.nbytes
+        self._put(out)
+
+    async def recv(self) -> Frame:
+        assert self._reader is None, "one reader at a time"
+        while not self._frames:
+            if self._end is not None:
+                raise type(self._end)(*self._end.args)
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        frame, size = self._frames.popleft()
+        was_full = self._unread > RECV_BUFFER
+        self._unread -= size
+        if was_full and self._unread <= RECV_BUFFER:
+            self._carrier.resume()
+        return frame
+
+    async def drain(self) -> None:
+        if self._lost:
+            raise ConnectionLost(*self._lost.args)
+        if self._pending or self._queued:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._drains.append(done)
+            await done
+
+    def abort(self) -> None:
+        if self._lost is None:
+            self._shut(ConnectionLost(f"the connection to {self.peer} was aborted on this side"))
+            self.signal(self._carrier.end)
+        self._stop_reading()
+
+    async def close(self) -> None:
+        if self._lost is None and not self._closing:
+            self._closing = True
+            self._mark_end()
+            self._stop_reading()
+        try:
+            await self.drain()
+        except ConnectionLost:
+            return  # the peer ended it first: there is nobody left to send to
+        if self._lost is None:
+            self._lost = ConnectionLost(f"the connection to {self.peer} was closed on this side")
+
+    # -- for the nets -----------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises ConnectionLost if nothing can be sent any more."""
+        if self._lost is not None:
+            raise ConnectionLost(*self._lost.args)
+        if self._closing:
+            raise ConnectionLost(f"the connection to {self.peer} was closed on this side")
+
+    def signal(self, deliver: Callable[[], None]) -> None:
+        """Calls `deliver` at the other end's side of the link, behind what is queued: a mark of no
+        bytes."""
+        self._direction.push(self._flow, "control", Load(0, 0, self._left, deliver))
+
+    def take(self, frame: Frame, size: int) -> None:
+        """A whole frame has arrived. After the end of this side it is dropped."""
+        if self._end is not None:
+            return
+        was_full = self._unread > RECV_BUFFER
+        self._frames.append((frame, size))
+        self._unread += size
+        if not was_full and self._unread > RECV_BUFFER:
+            self._carrier.pause()
+        self._wake_reader()
+
+    def pause(self) -> None:
+        """The carrier takes no more: nothing new goes on the link until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._pump()
+
+    def lost(self, error: PeerError) -> None:
+        """The other end is gone: `recv` raises `error` after what has arrived, sends fail from now
+        on."""
+        if self._end is None:
+            self._end = error
+            self._wake_reader()
+        if self._lost is None:
+            self._shut(ConnectionLost(*error.args))
+
+    def broken(self, error: BadFrame) -> None:
+        """Bytes arrived that are no frame: nothing after them can be read. Ends the stream both
+        ways."""
+        mark = self._lost is None
+        self.lost(error)
+        if mark:
+            self.signal(self._carrier.end)
+
+    # -- the sending half -------------------------------------------------------------------------
+
+    def _put(self, out: _Outgoing) -> None:
+        self._pending.append(out)
+        self._direction.waiting += out.left
+        self._pump()
+
+    def _pump(self) -> None:
+        """Moves pending bytes into the link while there is room."""
+        while self._pending and not self._paused:
+            out = self._pending[0]
+            size = min(self._direction.load_bytes, out.left)
+            if self._queued + size > self._direction.send_buffer:
+                return
+            pieces = out.take(size)
+            whole = out.left == 0
+            if whole:
+                self._pending.popleft()
+                if out.done is not None and not out.done.done():
+                    out.done.set_result(None)
+            self._queued += size
+            self._direction.waiting -= size
+            deliver = partial(self._carrier.write, pieces)
+            load = Load(size, out.posted if whole else 0, self._left, deliver)
+            self._direction.push(self._flow, out.account, load)
+        self._mark_end()
+
+    def _mark_end(self) -> None:
+        """Once closing, the end mark follows the last of what was handed over."""
+        if self._closing and not self._marked and not self._pending:
+            self._marked = True
+            self.signal(self._carrier.end)
+
+    def _left(self, load: Load) -> None:
+        """A load of this stream is through the bottleneck."""
+        if self._lost is not None:
+            return
+        self._queued -= load.nbytes
+        self._posted -= load.posted
+        self._pump()
+        if not self._pending and not self._queued:
+            self._settle_drains(None)
+
+    def _desert(self, out: _Outgoing) -> None:
+        """The task that sends `out` was cancelled. What has begun must be sent whole, or the stream
+        is lost."""
+        if out in self._pending:
+            if out.begun:
+                out.own()
+            else:
+                self._pending.remove(out)
+                self._direction.waiting -= out.left
+                self._pump()
+
+    def _shut(self, error: ConnectionLost) -> None:
+        """Nothing more is sent; what has not left the bottleneck is dropped."""
+        self._lost = error
+        self._direction.waiting -= sum(out.left for out in self._pending)
+        for out in self._pending:
+            if out.done is not None and not out.done.done():
+                out.done.set_exception(ConnectionLost(*error.args))
+        self._pending.clear()
+        self._direction.cancel(self._flow)
+        self._settle_drains(error)
+
+    def _settle_drains(self, error: ConnectionLost | None) -> None:
+        drains, self._drains = self._drains, []
+        for done in drains:
+            if not done.done():
+                done.set_exception(ConnectionLost(*error.args)) if error else done.set_result(None)
+
+    # -- the receiving half -----------------------------------------------------------------------
+
+    def _stop_reading(self) -> None:
+        """This side has ended: what arrived is dropped, what arrives drains away."""
+        if self._end is None or self._frames:
+            self._end = ConnectionLost(f"the connection to {self.peer} was ended on this side")
+            self._frames.clear()
+            was_full, self._unread = self._unread > RECV_BUFFER, 0
+            if was_full:
+                self._carrier.resume()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class EmulatedNet:
+    """A topology's directions, and what both nets do alike: `net.Net` but for listening and
+    connecting."""
+
+    def __init__(self, env: Env, topology: Topology, look_ahead: Ns, quantum: Ns | None) -> None:
+        self.env = env
+        self.topology = topology
+        self.closed = False
+        self._look_ahead = look_ahead
+        self._quantum = quantum
+        self._directions: dict[tuple[str, str, str], Direction] = {}
+        for spec in topology.links:
+            for src, dst in dict.fromkeys((spec.between, spec.between[::-1])):
+                self._directions[spec.name, src, dst] = self._make(spec, src, dst)
+        self._ideal: dict[str, Direction] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def _make(self, spec: LinkSpec, src: str, dst: str) -> Direction:
+        seed = f"{self.env.seed}/netem/{spec.name}/{src}>{dst}"
+        link = Link(spec.rate, spec.delay, spec.jitter, seed)
+        total = LinkStats(spec.name, src, dst)
+        return Direction(self.env, link, total, self._look_ahead, self._quantum)
+
+    # -- net.Net ----------------------------------------------------------------------------------
+
+    def path_rate(self, src: str, dst: str) -> tuple[int | None, Ns]:
+        spec = self.topology.link_between(src, dst)
+        return (None, 0) if spec is None else (spec.rate, spec.delay)
+
+    def path_backlog(self, src: str, dst: str) -> int:
+        return self.direction(src, dst).backlog
+
+    def stats(self) -> list[LinkStats]:
+        return [direction.stats() for direction in self._directions.values()]
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def set_rate(self, link: str, rate: int | None) -> None:
+        """A new rate (bytes/s) for both directions of `link`, from now on. Raises LookupError."""
+        for direction in self._of_link(link):
+            direction.set_rate(rate)
+
+    def set_delay(self, link: str, delay: Ns, jitter: Ns = 0) -> None:
+        """A new delay for both directions of `link`, from now on. Raises LookupError,
+        ValueError."""
+        for direction in self._of_link(link):
+            direction.set_delay(delay, jitter)
+
+    def _of_link(self, link: str) -> list[Direction]:
+        found = [d for (name, _, _), d in self._directions.items() if name == link]
+        if not found:
+            raise LookupError(f"no link is called {link!r}")
+        return found
+
+    # -- for the nets -----------------------------------------------------------------------------
+
+    def direction(self, src: str, dst: str) -> Direction:
+        """What carries bytes from instance `src` to `dst`. Raises LookupError as the topology
+        does."""
+        spec = self.topology.link_between(src, dst)
+        a, b = self.topology.sites[src], self.topology.sites[dst]
+        if spec is not None:
+            return self._directions[spec.name, a, b]
+        if a not in self._ideal:
+            self._ideal[a] = self._make(LinkSpec(f"inside {a}", (a, a), None, 0), a, a)
+        return self._ideal[a]
+
+    def serve(self, accept: Accept, stream: Stream, name: str) -> None:
+        """Runs the listener's coroutine for a new connection, as a task called `name`."""
+        task = self.env.spawn(_serve(accept, stream), name)
+        self._tasks[name] = task
+        task.add_done_callback(lambda _task: self._tasks.pop(name, None) and None)
+
+    async def close_all(self, streams: Iterable[Stream]) -> None:
+        """Ends the streams, then the tasks that still serve one, then the directions."""
+        self.closed = True
+        for stream in streams:
+            stream.lost(ConnectionLost("the net was closed"))
+        tasks = [task for task in self._tasks.values() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for direction in (*self._directions.values(), *self._ideal.values()):
+            direction.close()
+
+
+async def _serve(accept: Accept, stream: Stream) -> None:
+    """A failure of the peer ends its connection and nothing else."""
+    try:
+        await accept(stream)
+    except PeerError:
+        stream.abort()

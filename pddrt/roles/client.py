@@ -1,0 +1,157 @@
+"""The client: plays a workload against the gateway, and stamps what a user would feel.
+
+Every time a user can perceive is taken here, once: when a request was sent, when each token came,
+when it ended. The client checks nothing; that the stream is contiguous is checked from the trace.
+
+A session's next turn goes out when the former has ended and its think time has passed; it carries
+the ids of the conversation so far, as they were made, never encoded again. A turn that was rejected
+or aborted ends its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+from pddrt.env import Env
+from pddrt.errors import PeerError
+from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.netem.net import Connection, Net
+from pddrt.roles.node import Node
+from pddrt.trace import Finished, RequestSent, TokensReceived
+from pddrt.types import Ns, Sampling
+from pddrt.workload import Session, Turn
+
+
+@dataclass(slots=True)
+class Call:
+    """A request under way: its conversation so far, and its end."""
+
+    ids: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""
+
+
+class Client(Node):
+    def __init__(self, env: Env, net: Net, name: str, gateway: str, sampling: Sampling) -> None:
+        super().__init__(env, net, name)
+        self.gateway = gateway
+        self.sampling = sampling
+        self._calls: dict[str, Call] = {}
+        self._pauses: list[asyncio.Future[None]] = []
+        self._stopped = False
+
+    async def play(self, sessions: Sequence[Session], concurrency: int | None = None) -> None:
+        """Plays all sessions to their ends. `concurrency`: at most so many at a time, in order."""
+        gate = asyncio.Semaphore(concurrency or max(1, len(sessions)))
+        begin = self.env.now()
+        async with asyncio.TaskGroup() as group:
+            for session in sessions:
+                playing = self._session(session, begin, gate)
+                group.create_task(playing, name=f"session {session.index}")
+
+    async def _session(self, session: Session, begin: Ns, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            await self._pause(begin + session.start_ns)
+            history: list[int] = []
+            for number, turn in enumerate(session.turns):
+                if number:
+                    await self._pause(self.env.now() + turn.think_ns)
+                if self._stopped:
+                    return
+                call = await self._ask(session.index, number, turn, history)
+                if call.reason not in ("stop", "length"):
+                    return
+                history = call.ids + call.output
+
+    async def _ask(self, session: int, turn: int, what: Turn, history: list[int]) -> Call:
+        request = f"s{session}.{turn}"
+        call = self._calls[request] = Call()
+        seed = self.env.rng(f"sampling/{request}").getrandbits(48)
+        self.env.trace.emit(RequestSent(self.env.now(), request, session, turn, what.text))
+        self.post(
+            self.gateway,
+            "submit",
+            pack_ids(history),
+            request=request,
+            text=what.text,
+            max_tokens=what.max_tokens,
+            sampling=astuple(replace(self.sampling, seed=seed)),
+        )
+        await call.ended.wait()
+        del self._calls[request]
+        return call
+
+    async def _pause(self, until: Ns) -> None:
+        """Returns at `until`, or as soon as the client is stopped."""
+        if self._stopped or until <= self.env.now():
+            return
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        timer = self.env.call_at(until, _settle, over)
+        self._pauses.append(over)
+        try:
+            await over
+        finally:
+            timer.cancel()
+            self._pauses.remove(over)
+
+    def stop(self) -> None:
+        """Sends nothing more, and cancels what is under way."""
+        self._stopped = True
+        for over in self._pauses:
+            _settle(over)
+        for request in self._calls:
+            self.post(self.gateway, "cancel", request=request)
+
+    async def close(self) -> None:
+        for request in list(self._calls):
+            self.fail(request, "the run was ended")
+        await super().close()
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def on_accepted(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: these are the ids of the whole prompt."""
+        if call := self._calls.get(frame["request"]):
+            call.ids = unpack_ids(frame.payload)
+
+    def on_tokens(self, conn: Connection, frame: Frame) -> None:
+        request, ids = frame["request"], unpack_ids(frame.payload)
+        if call := self._calls.get(request):
+            call.output.extend(ids)
+            start = frame["start"]
+            self.env.trace.emit(
+                TokensReceived(
+                    self.env.now(),
+                    request,
+                    start,
+                    start + len(ids),
+                    frame["source"],
+                    tuple(ids),
+                    frame["text"],
+                )
+            )
+
+    def on_end(self, conn: Connection, frame: Frame) -> None:
+        self._end(frame["request"], frame["reason"], frame["detail"])
+
+    def _end(self, request: str, reason: str, detail: str) -> None:
+        call = self._calls.get(request)
+        if call is not None and not call.reason:
+            call.reason = reason
+            self.env.trace.emit(Finished(self.env.now(), request, reason, len(call.output), detail))
+            call.ended.set()
+
+    def fail(self, request: str, detail: str) -> None:
+        self._end(request, "aborted", detail)
+
+    def peer_lost(self, conn: Connection, error: PeerError) -> None:
+        for request in list(self._calls):
+            self.fail(request, f"lost the gateway: {error}")
+
+
+def _settle(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)

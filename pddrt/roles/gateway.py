@@ -1,0 +1,296 @@
+"""The gateway: where a request enters, gets its route, and becomes one contiguous stream of text.
+
+It is the one accountant. It tokenises once, asks the policy for pipeline and instances, refuses
+what can never fit, puts ids in order by position whoever made them, turns them into text, applies
+`finish` to every id in order, and closes the request on every instance when it is over. It holds
+the deadline of the whole request; each role holds a lease somewhat longer, so that a lost gateway
+strands nothing.
+
+Ids past the end of an answer, or of a position that was there before, are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+
+from pddrt.engine.tokens import Detokenizer, Tokenizer
+from pddrt.env import Env, Timer
+from pddrt.errors import PeerError
+from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.netem.net import Connection, LinkSpec, Net, Topology
+from pddrt.policy.route import Facts, InstanceFacts, PathFacts, Policy, Route
+from pddrt.protocol import Limits, finish
+from pddrt.roles.node import Node
+from pddrt.trace import Released, Routed
+from pddrt.types import SECOND, Ns, Sampling
+
+LEASE_GRACE: Ns = 5 * SECOND
+"""By how much a role's lease outlasts the request's deadline at the gateway."""
+
+
+@dataclass(slots=True)
+class Capacity:
+    """What an instance said of itself."""
+
+    role: str
+    kv_tokens: int
+    max_context: int
+    bytes_per_token: int
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request's answer as it grows. `next` is the absolute position of the next id to pass
+    on.
+    """
+
+    request: str
+    client: str
+    route: Route
+    limits: Limits
+    text: Detokenizer
+    deadline: Timer
+    next: int
+    tokens: int
+    main_has_kv: bool = False
+    early: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
+class Gateway(Node):
+    def __init__(
+        self,
+        env: Env,
+        net: Net,
+        name: str,
+        *,
+        topology: Topology,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        deadline: Ns,
+    ) -> None:
+        super().__init__(env, net, name)
+        self.topology = topology
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.deadline = deadline
+        self.instances: dict[str, Capacity] = {}
+        self._introduced = asyncio.Event()
+        self._streams: dict[str, Stream] = {}
+
+    async def dial(self, peers: Sequence[str]) -> None:
+        """Connects to the instances and waits until each has said what it is."""
+        await super().dial(peers)
+        while len(self.instances) < len(peers):
+            self._introduced.clear()
+            await self._introduced.wait()
+        self.instances = {name: self.instances[name] for name in peers}
+
+    def on_hello(self, conn: Connection, frame: Frame) -> None:
+        self.instances[conn.peer] = Capacity(
+            frame["role"], frame["kv_tokens"], frame["max_context"], frame["bytes_per_token"]
+        )
+        self._introduced.set()
+
+    # -- entering ----------------------------------------------------------------------------------
+
+    def on_submit(self, conn: Connection, frame: Frame) -> None:
+        """From a client: a text to answer, after the ids of the conversation so far (payload)."""
+        request = frame["request"]
+        if request in self._streams:
+            self._tell_end(conn.peer, request, "rejected", "a request of that id is under way")
+            return
+        history = unpack_ids(frame.payload)
+        if history:
+            ended = history[-1] in self.eos_ids
+            ids = history + self.tokenizer.follow_up(frame["text"], after_eos=ended)
+        else:
+            ids = self.tokenizer.chat(frame["text"])
+        limits = Limits(len(ids), frame["max_tokens"], self.eos_ids)
+        if refusal := self._refusal(limits):
+            self._tell_end(conn.peer, request, "rejected", refusal)
+            return
+        route = self.policy.route(self._facts(limits))
+        self._open(conn.peer, request, route, limits, ids, Sampling(*frame["sampling"]))
+
+    def _refusal(self, limits: Limits) -> str | None:
+        """Why this request can never be served; None if it can."""
+        if not limits.prompt_len:
+            return "the prompt is empty"
+        needed = limits.prompt_len + limits.max_tokens
+        context = min(i.max_context for i in self.instances.values())
+        if needed > context:
+            return (
+                f"{limits.prompt_len} prompt + {limits.max_tokens} answer tokens are more than "
+                f"the model's context of {context}"
+            )
+        for name, instance in self.instances.items():
+            slots = limits.prompt_len if instance.role == "prefill" else limits.kv_tokens
+            if slots > instance.kv_tokens:
+                return f"{slots} tokens of KV can never fit into the {instance.kv_tokens} of {name}"
+        return None
+
+    def _facts(self, limits: Limits) -> Facts:
+        def of(role: str) -> list[InstanceFacts]:
+            return [
+                InstanceFacts(name, i.requests, i.tokens)
+                for name, i in self.instances.items()
+                if i.role == role
+            ]
+
+        prefills, mains = of("prefill"), of("main")
+        paths = {}
+        for p in prefills:
+            for m in mains:
+                link = self.topology.link_between(p.name, m.name)
+                paths[p.name, m.name] = PathFacts(
+                    link.rate if link else None, link.delay if link else 0, self._transfers(link)
+                )
+        kv_bytes = limits.prompt_len * self.instances[prefills[0].name].bytes_per_token
+        return Facts(limits.prompt_len, kv_bytes, prefills, of("relay"), mains, paths)
+
+    def _transfers(self, link: LinkSpec | None) -> int:
+        """Transfers to main decoders that are under way on `link`."""
+        return sum(
+            not s.main_has_kv and self.topology.link_between(s.route.prefill, s.route.main) is link
+            for s in self._streams.values()
+        )
+
+    def _open(
+        self,
+        client: str,
+        request: str,
+        route: Route,
+        limits: Limits,
+        ids: list[int],
+        sampling: Sampling,
+    ) -> None:
+        now = self.env.now()
+        deadline = self.env.call_at(now + self.deadline, self.fail, request, "deadline exceeded")
+        stream = Stream(
+            request,
+            client,
+            route,
+            limits,
+            Detokenizer(self.tokenizer),
+            deadline,
+            next=limits.prompt_len,
+            tokens=limits.prompt_len + limits.max_tokens,
+        )
+        self._streams[request] = stream
+        self._count(stream, 1)
+        self.env.trace.emit(
+            Routed(
+                now,
+                request,
+                route.pipeline,
+                route.prefill,
+                route.relay,
+                route.main,
+                limits.prompt_len,
+                limits.max_tokens,
+                route.wan_estimate,
+                route.reason,
+            )
+        )
+        self.post(client, "accepted", pack_ids(ids), request=request)
+        self.post(
+            route.prefill,
+            "prefill",
+            pack_ids(ids),
+            request=request,
+            relay=route.relay,
+            main=route.main,
+            max_tokens=limits.max_tokens,
+            sampling=astuple(sampling),
+            lease_ns=self.deadline + LEASE_GRACE,
+        )
+
+    def _members(self, stream: Stream) -> list[str]:
+        route = stream.route
+        return [name for name in (route.prefill, route.relay, route.main) if name]
+
+    def _count(self, stream: Stream, sign: int) -> None:
+        for name in self._members(stream):
+            self.instances[name].requests += sign
+            self.instances[name].tokens += sign * stream.tokens
+
+    # -- the answer --------------------------------------------------------------------------------
+
+    def on_whole(self, conn: Connection, frame: Frame) -> None:
+        """A decoder holds the whole KV of this request."""
+        stream = self._streams.get(frame["request"])
+        if stream is not None and conn.peer == stream.route.main:
+            stream.main_has_kv = True
+
+    def on_tokens(self, conn: Connection, frame: Frame) -> None:
+        """Ids from whoever made or delivers them, by absolute position."""
+        stream = self._streams.get(frame["request"])
+        if stream is None:
+            return
+        if conn.peer not in self._members(stream):
+            raise PeerError(f"{conn.peer} has no part in {stream.request}")
+        for position, token in enumerate(unpack_ids(frame.payload), frame["start"]):
+            if position >= stream.next:
+                stream.early.setdefault(position, (token, frame["source"]))
+        self._flush(stream)
+
+    def _flush(self, stream: Stream) -> None:
+        """Passes on every id whose turn has come."""
+        while stream.next in stream.early:
+            token, source = stream.early.pop(stream.next)
+            position, first = stream.next, stream.next == stream.limits.prompt_len
+            stream.next += 1
+            if first:
+                now = self.env.now()
+                self.env.trace.emit(Released(now, stream.request, now))
+            reason = finish(stream.limits, position, token)
+            text = "" if reason == "stop" else stream.text.push(token)
+            if reason:
+                text += stream.text.finish()
+            self.post(
+                stream.client,
+                "tokens",
+                pack_ids([token]),
+                request=stream.request,
+                start=position - stream.limits.prompt_len,
+                source=source,
+                text=text,
+            )
+            if reason:
+                self._close(stream, reason, "")
+                return
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def on_failed(self, conn: Connection, frame: Frame) -> None:
+        """From an instance: it cannot go on with this request."""
+        self.fail(frame["request"], frame["detail"])
+
+    def on_cancel(self, conn: Connection, frame: Frame) -> None:
+        self.fail(frame["request"], "cancelled by the client")
+
+    def fail(self, request: str, detail: str) -> None:
+        if stream := self._streams.get(request):
+            self._close(stream, "aborted", detail)
+
+    def _close(self, stream: Stream, reason: str, detail: str) -> None:
+        del self._streams[stream.request]
+        stream.deadline.cancel()
+        self._count(stream, -1)
+        self._tell_end(stream.client, stream.request, reason, detail)
+        for name in self._members(stream):
+            self.post(name, "close", request=stream.request)
+
+    def _tell_end(self, client: str, request: str, reason: str, detail: str) -> None:
+        self.post(client, "end", request=request, reason=reason, detail=detail)
+
+    def peer_lost(self, conn: Connection, error: PeerError) -> None:
+        for stream in list(self._streams.values()):
+            if conn.peer in (*self._members(stream), stream.client):
+                self.fail(stream.request, f"{self.name} lost {conn.peer}: {error}")

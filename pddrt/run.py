@@ -1,0 +1,420 @@
+"""The composition root: a scenario becomes a deployment, a deployment a run, a run a folder.
+
+`prepare` does everything that can fail for the user's sake (model, prompts, memory) before anything
+starts; `execute` plays the workload under the scenario's clock and writes the run folder, also when
+it is interrupted:
+
+    scenario.yaml   the scenario as it was run, everything resolved
+    events.jsonl    every event, in order
+    requests.jsonl  one object a request
+    summary.json    the numbers
+
+SIGINT (and SIGTERM) ends a run gently: nothing more is sent, what is under way is cancelled and
+given back, what was measured is saved. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pddrt import __version__
+from pddrt.chips import ModelShape
+from pddrt.deployment import Deployment, Rules
+from pddrt.engine.base import Engine
+from pddrt.engine.models import LoadedModel, Progress, load, load_tokenizer
+from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv, wall_stamp
+from pddrt.errors import BadInput, CannotRun, Interrupted, RunFailed
+from pddrt.kv.pages import PoolCorrupt
+from pddrt.metrics import SCHEMA, Recorder, request_json, spread, summary, violations
+from pddrt.netem.net import Net, Topology
+from pddrt.policy.route import Naive, Pdd, Policy
+from pddrt.roles.node import InstanceSpec
+from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
+from pddrt.simloop import SimLoop
+from pddrt.trace import Event, RunStarted, Seconds, Trace, dumps
+from pddrt.types import LETTER, MS, SECOND, Ns
+from pddrt.workload import Session, plan, plan_one
+
+INTERRUPT_TIME: Ns = 5 * SECOND
+"""How long a gentle end may take after the first SIGINT."""
+LATE_LIMIT: Ns = 5 * MS
+"""Above this p99 of (sent - due) on any link, a wall-clock run is marked `degraded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    folder: Path
+    summary: dict[str, Any]
+    interrupted: bool
+    failure: str
+
+    def raise_for_status(self) -> None:
+        """Raises Interrupted or RunFailed where the run did not end as the scenario allows."""
+        if self.interrupted:
+            raise Interrupted(f"interrupted; what was measured is saved in {self.folder}")
+        requests, broken = self.summary["requests"], self.summary["invariants"]["violations"]
+        lost = requests["total"] - requests["finished"]
+        if self.failure or lost or broken:
+            why = [self.failure] if self.failure else []
+            why += [f"{lost} of {requests['total']} requests did not finish"] if lost else []
+            why += [f"{len(broken)} invariants violated: {broken[0]}"] if broken else []
+            raise RunFailed("; ".join(why))
+
+
+class Run:
+    """One run of one scenario: `prepare`, perhaps `listen`, then `execute`."""
+
+    def __init__(
+        self, scenario: Scenario, *, out: Path | None = None, prompt: str | None = None
+    ) -> None:
+        self.scenario = scenario
+        self.instances = scenario.resolved(_cores())
+        self._prompt = prompt
+        self.folder = _folder(out, scenario.name)
+        self.recorder = Recorder({i.name: i.role for i in self.instances})
+        self._listeners: list[Callable[[Event], None]] = [self.recorder]
+        self._models: dict[tuple[str, str], LoadedModel] = {}
+        self._sessions: list[Session] = []
+        self._interrupted = False
+        self._stops: list[Callable[[], object]] = []
+        self._failure = ""
+        self._lags: list[Ns] = []
+
+    # -- before ------------------------------------------------------------------------------------
+
+    @property
+    def expected_requests(self) -> int:
+        return sum(len(s.turns) for s in self._sessions)
+
+    @property
+    def sites_by_letter(self) -> dict[str, str]:
+        """Site of P, R and M; several sites of a role joined by commas."""
+        sites: dict[str, dict[str, None]] = {}
+        for instance in self.instances:
+            sites.setdefault(LETTER[instance.role], {})[instance.site] = None
+        return {letter: ", ".join(of) for letter, of in sites.items()}
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        self._listeners.append(listener)
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Loads models, plans the workload, checks that every first prompt can be served.
+
+        Raises CannotRun (model, device), BadInput (prompt longer than the context, KV memory too
+        small).
+        """
+        self.tokenizer = load_tokenizer(self.scenario.model, progress)
+        for instance in self.instances:
+            key = (instance.dtype, instance.device)
+            if key not in self._models:
+                self._models[key] = load(self.scenario.model, *key, progress=progress)
+        self._sessions = self._plan()
+        self._specs = [self._spec(i) for i in self.instances]
+        self._check_prompts()
+
+    def _plan(self) -> list[Session]:
+        workload = self.scenario.workload
+        if self._prompt is not None:
+            return plan_one(self._prompt, workload.output_tokens)
+        return plan(workload, self.scenario.seed, lambda text: len(self.tokenizer.encode(text)))
+
+    def _model(self, instance: ResolvedInstance) -> LoadedModel:
+        return self._models[instance.dtype, instance.device]
+
+    def _spec(self, instance: ResolvedInstance) -> InstanceSpec:
+        token_bytes = self._model(instance).layout.bytes_per_token
+        slots = kv_slots(instance.kv_memory, token_bytes, instance.page_tokens)
+        return InstanceSpec(
+            name=instance.name,
+            role=instance.role,
+            page_tokens=instance.page_tokens,
+            num_pages=slots // instance.page_tokens,
+            chunk_tokens=instance.chunk_tokens,
+            max_batch=instance.max_batch,
+        )
+
+    def _check_prompts(self) -> None:
+        """Refuses what could never be served, judged by the longest first prompt of the
+        workload.
+        """
+        turns = [session.turns[0] for session in self._sessions]
+        sizes = [(len(self.tokenizer.chat(t.text)) if t.text else 0, t.max_tokens) for t in turns]
+        prompt, answer = max(sizes, key=sum)
+        where = self.scenario.where("workload") + ": workload"
+        if self._prompt is not None:
+            where = "--prompt"
+        if not prompt:
+            raise BadInput(f"{where}: found an empty prompt; allowed: at least one token")
+        problems = []
+        context = min(m.max_context for m in self._models.values())
+        if prompt + answer > context:
+            problems.append(
+                f"{where}: found a request of {prompt} prompt + {answer} answer tokens; "
+                f"allowed: the model's context of {context} at most"
+            )
+        for instance, spec in zip(self.instances, self._specs, strict=True):
+            need = prompt if spec.role == "prefill" else prompt + answer - 1
+            if spec.kv_tokens < need:
+                field = f"instances.{instance.group}.kv_memory"
+                pages = -(-need // spec.page_tokens) * spec.page_tokens
+                least = pages * self._model(instance).layout.bytes_per_token
+                problems.append(
+                    f"{self.scenario.where(field)}: {field}: found room for {spec.kv_tokens} "
+                    f"tokens of KV, the longest request needs {need}; "
+                    f"allowed: {-(-least // 2**20)} MiB and more"
+                )
+        if problems:
+            raise BadInput(list(dict.fromkeys(problems)))
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def execute(self) -> Result:
+        """Runs to the end (or to Ctrl-C) and writes the folder. Raises CannotRun where it cannot
+        start.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "scenario.yaml").write_text(
+                self.scenario.dump(_cores()), encoding="utf-8"
+            )
+        except OSError as error:
+            raise CannotRun(
+                f"cannot write the run folder {self.folder}: {error.strerror}"
+            ) from None
+        watch = Stopwatch()
+        with open(self.folder / "events.jsonl", "w", encoding="utf-8") as file:
+            self.trace = Trace(file)
+            for listener in self._listeners:
+                self.trace.listen(listener)
+            with asyncio.Runner(loop_factory=self._new_loop) as runner:
+                runner.run(self._main())
+        return self._save(watch.elapsed())
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        if self.scenario.clock == "virtual":
+            return SimLoop()  # type: ignore[abstract]
+        import uvloop
+
+        return uvloop.new_event_loop()
+
+    async def _main(self) -> None:
+        virtual = self.scenario.clock == "virtual"
+        env: Env = (VirtualEnv if virtual else WallEnv)(self.scenario.seed, self.trace)
+        env.trace.emit(
+            RunStarted(env.now(), self.scenario.name, self.scenario.seed, self.scenario.clock)
+        )
+        topology = self.scenario.topology((CLIENT,))
+        deployment = self._deploy(env, _net(env, topology), topology)
+        lag = LagMeter(env) if isinstance(env, WallEnv) else None
+        metering = asyncio.ensure_future(lag.run()) if lag else None
+        try:
+            with _signals_to(self._interrupt):
+                await self._play(env, deployment)
+        except (RunFailed, PoolCorrupt) as error:
+            self._failure = str(error)
+        finally:
+            await deployment.close()
+            deployment.account()
+            if metering is not None and lag is not None:
+                metering.cancel()
+                self._lags = lag.lags
+
+    async def _play(self, env: Env, deployment: Deployment) -> None:
+        async def work() -> None:
+            await deployment.start()
+            await deployment.play(self._sessions, self.scenario.workload.concurrency_limit)
+
+        def stop() -> None:
+            deployment.client.stop()
+            env.call_at(env.now() + INTERRUPT_TIME, working.cancel)
+
+        working = asyncio.ensure_future(work())
+        self._stops = [working.cancel, stop]
+        try:
+            await env.run_or_fail(working)
+        except asyncio.CancelledError:
+            if not self._interrupted:
+                raise
+
+    def _interrupt(self) -> None:
+        """A signal: the first ends the run gently, the second at once."""
+        self._interrupted = True
+        if self._stops:
+            self._stops.pop()()
+
+    def _deploy(self, env: Env, net: Net, topology: Topology) -> Deployment:
+        scenario = self.scenario
+        models = list(self._models.values())
+        rules = Rules(
+            policy=_policy(scenario),
+            eos_ids=frozenset(i for m in models for i in m.eos_ids),
+            deadline=scenario.deadline,
+            sampling=scenario.sampling_with(seed=0),
+            stream_while_computing=scenario.pipeline.stream_kv == "while-computing",
+            early_first_token=scenario.gateway.first_token == "early",
+        )
+        engines = {
+            spec.name: self._engine(env, instance, spec)
+            for instance, spec in zip(self.instances, self._specs, strict=True)
+        }
+        return Deployment(env, net, topology, rules, self.tokenizer, self._specs, engines)
+
+    def _engine(self, env: Env, instance: ResolvedInstance, spec: InstanceSpec) -> Engine:
+        from pddrt.engine.torch import TorchEngine
+
+        model = self._model(instance)
+        shape = ModelShape.from_config(model.module.config.to_dict(), instance.dtype)
+        return TorchEngine(
+            model.module,
+            model.layout,
+            spec.kv_tokens,
+            env,
+            max_context=model.max_context,
+            device=instance.device,
+            threads=instance.threads,
+            step_cost=instance.step_cost(shape),
+            name=spec.name,
+        )
+
+    # -- after -------------------------------------------------------------------------------------
+
+    def _save(self, wall: Ns) -> Result:
+        slo = self.scenario.slo
+        with open(self.folder / "requests.jsonl", "w", encoding="utf-8") as file:
+            for record in self.recorder.requests.values():
+                file.write(dumps(request_json(record, slo.ttft, slo.tpot)) + "\n")
+        found = violations(self.recorder)
+        numbers = {
+            "schema": SCHEMA,
+            "name": self.scenario.name,
+            "seed": self.scenario.seed,
+            "clock": self.scenario.clock,
+            "wall_s": Seconds(wall),
+            "virtual_s": Seconds(self.recorder.end) if self.scenario.clock == "virtual" else None,
+            "digest": self.trace.digest,
+            "interrupted": self._interrupted,
+            **summary(self.recorder, slo.ttft, slo.tpot, found),
+            "loop_lag_s": {
+                k: v for k, v in spread(self._lags).items() if k in ("p50", "p99", "max")
+            },
+            "provenance": self._provenance(),
+        }
+        (self.folder / "summary.json").write_text(dumps(numbers) + "\n", encoding="utf-8")
+        return Result(self.folder, numbers, self._interrupted, self._failure)
+
+    def _provenance(self) -> dict[str, Any]:
+        late = max((link.late_p99_ns for link in self.recorder.links), default=0)
+        model = next(iter(self._models.values()))
+        return {
+            "versions": {
+                "pddrt": __version__,
+                "python": platform.python_version(),
+                **{name: _version(name) for name in ("torch", "transformers", "uvloop")},
+            },
+            "machine": {"system": platform.platform(), "cores": _cores(), "cpu": _cpu()},
+            "threads": {i.name: i.threads for i in self.instances},
+            "model": {
+                "name": model.name,
+                "fingerprint": model.fingerprint,
+                "parameters": model.parameters,
+            },
+            "fidelity": {
+                "verdict": "exact"
+                if self.scenario.clock == "virtual"
+                else "ok"
+                if late <= LATE_LIMIT
+                else "degraded",
+                "late_p99_s": Seconds(late),
+                "limit_s": Seconds(LATE_LIMIT),
+            },
+        }
+
+
+@contextlib.contextmanager
+def _signals_to(callback: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `callback` in the running loop, between two of its callbacks.
+
+    A virtual loop has no signals of its own: there Python runs the handler between two
+    instructions.
+    """
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    if isinstance(loop, SimLoop):
+        previous = [signal.signal(s, lambda *_: loop.call_soon(callback)) for s in signals]
+    else:
+        for s in signals:
+            loop.add_signal_handler(s, callback)
+    try:
+        yield
+    finally:
+        for number, s in enumerate(signals):
+            if isinstance(loop, SimLoop):
+                signal.signal(s, previous[number])
+            else:
+                loop.remove_signal_handler(s)
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _folder(out: Path | None, name: str) -> Path:
+    """The run folder. A folder that holds something other than a run is refused."""
+    if out is None:
+        base = Path("runs") / f"{name}-{wall_stamp()}"
+        folder, number = base, 2
+        while folder.exists():
+            folder, number = base.with_name(f"{base.name}-{number}"), number + 1
+        return folder
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out}: is not a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / "scenario.yaml").exists():
+        raise BadInput(
+            f"--out {out}: found something that is not a run; allowed: a new or empty folder, "
+            f"or that of an older run"
+        )
+    return out
+
+
+def _policy(scenario: Scenario) -> Policy:
+    if scenario.pipeline.policy == "naive":
+        return Naive()
+    return Pdd(scenario.pipeline.relay_above)
+
+
+def _net(env: Env, topology: Topology) -> Net:
+    if env.virtual:
+        from pddrt.netem.simnet import SimNet
+
+        return SimNet(env, topology)
+    from pddrt.netem.tcpnet import TcpNet
+
+    return TcpNet(env, topology)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

@@ -1,0 +1,383 @@
+"""The scenario: one YAML file, validated, frozen, with every default resolved.
+
+`load` and `parse` give a `Scenario` or raise `BadInput` with every problem at once, one line each:
+
+    FILE:LINE: field.path: what was found; what is allowed
+
+What each field may hold is said in `fields`; `_across` checks what no field can see by itself:
+roles that a policy needs, sites, paths, clocks.
+
+`Scenario.resolved` expands `count` and fills defaults; `as_run` is the same as a scenario; `dump`
+is that in YAML, and loads again to an equal one. `topology` is what the nets need to know of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, PrivateAttr
+
+from pddrt import document, sections
+from pddrt.chips import CHIPS, Chip, ModelShape, chip_cost, figures_cost
+from pddrt.document import Document, Keys, Problem
+from pddrt.errors import BadInput
+from pddrt.fields import (
+    LATER_FIELDS,
+    MAX_INSTANCES,
+    Dtype,
+    Faults,
+    Figures,
+    Gateway,
+    Handoff,
+    Instance,
+    Link,
+    Name,
+    Pipeline,
+    SamplingFields,
+    Slo,
+    Tokens,
+)  # fmt: skip
+from pddrt.netem.net import LinkSpec, Topology
+from pddrt.sections import NOT_YET, Allowed, Checked, Section
+from pddrt.types import SECOND, Role, Sampling, StepCost
+from pddrt.units import PositiveDuration, shown
+from pddrt.workload import Workload
+
+CLIENT, GATEWAY = "client", "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedInstance:
+    """One instance with nothing left open. `group`: the entry of the scenario that it came from."""
+
+    name: str
+    group: str
+    role: Role
+    site: str
+    device: str
+    threads: int
+    dtype: str
+    page_tokens: int
+    chunk_tokens: int
+    max_batch: int
+    kv_memory: int
+    engine: str
+    chip: Chip | None
+    step_time: Literal["real", "chip"] | Figures
+
+    def step_cost(self, shape: ModelShape) -> StepCost | None:
+        """What a step is charged; None for `real`."""
+        if isinstance(self.step_time, Figures):
+            return figures_cost(self.step_time.prefill_tokens_per_s, self.step_time.decode_step)
+        if self.step_time == "real":
+            return None
+        assert self.chip is not None
+        return chip_cost(self.chip, shape)
+
+
+class _Origin:
+    """Where a scenario's parts were written. No part of what it says, so all of them are equal."""
+
+    def __init__(self, written: Document | None = None) -> None:
+        self.written = written
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Origin)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Scenario(Section):
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        Allowed("letters, digits, . _ and -"),
+    ]
+    seed: Annotated[
+        int, Field(ge=0, lt=1 << 63), Allowed("a whole number from 0 to 9,223,372,036,854,775,807")
+    ] = 0
+    clock: Literal["wall", "virtual"] = "wall"
+    model: Annotated[
+        str, Field(min_length=1, max_length=4096), Allowed("a model's name, hub id or folder")
+    ] = "smollm2-135m"
+    dtype: Dtype = "bfloat16"
+    page_tokens: Tokens = 16
+    links: dict[Name, Link] = Field(default_factory=dict)
+    instances: dict[Name, Instance]
+    pipeline: Pipeline = Pipeline()
+    handoff: Handoff = Handoff()
+    workload: Workload
+    gateway: Gateway = Gateway()
+    sampling: SamplingFields = SamplingFields()
+    slo: Slo = Slo()
+    deadline: PositiveDuration = 600 * SECOND
+    faults: Faults = ()
+
+    _origin: _Origin = PrivateAttr(default_factory=_Origin)
+
+    @property
+    def gateway_site(self) -> str:
+        return self.gateway.site or next(
+            i.site for i in self.instances.values() if i.role == "prefill"
+        )
+
+    def where(self, path: str) -> str:
+        """FILE:LINE of a field (`instances.p0.kv_memory`), or the option that set it."""
+        written = self._origin.written
+        return written.where(tuple(path.split("."))) if written else self.name
+
+    def sampling_with(self, seed: int) -> Sampling:
+        return Sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, seed)
+
+    def resolved(self, cores: int = 1) -> tuple[ResolvedInstance, ...]:
+        """All instances, in the file's order; `count: N` gives name-0 ... name-(N-1).
+
+        `cores` are shared out to those whose threads are not given, at least one each, prefill
+        first (it is compute-bound). Under the virtual clock steps are computed one at a time, and
+        rounding should not depend on the machine: one thread each.
+        """
+        entries = list(_expanded(self.instances))
+        threads = _share(cores if self.clock == "wall" else 1, [entry for _, _, entry in entries])
+        return tuple(
+            ResolvedInstance(
+                name=name, group=group, role=entry.role, site=entry.site, device=entry.device,
+                threads=count, dtype=entry.dtype or self.dtype,
+                page_tokens=entry.page_tokens or self.page_tokens, chunk_tokens=entry.chunk_tokens,
+                max_batch=entry.max_batch, kv_memory=entry.kv_memory, engine=entry.engine,
+                chip=CHIPS[entry.chip] if isinstance(entry.chip, str) else entry.chip,
+                step_time=entry.step_time or ("real" if self.clock == "wall" else "chip"),
+            )
+            for (name, group, entry), count in zip(entries, threads, strict=True)
+        )  # fmt: skip
+
+    def as_run(self, cores: int = 1) -> Scenario:
+        """This scenario with nothing left open: resolving it again, anywhere, changes nothing."""
+        instances = {
+            r.name: self.instances[r.group].model_copy(
+                update={
+                    "count": 1, "threads": r.threads, "dtype": r.dtype,
+                    "page_tokens": r.page_tokens, "step_time": r.step_time,
+                }
+            )
+            for r in self.resolved(cores)
+        }  # fmt: skip
+        gateway = self.gateway.model_copy(update={"site": self.gateway_site})
+        return self.model_copy(update={"instances": instances, "gateway": gateway})
+
+    def dump(self, cores: int = 1) -> str:
+        """YAML of the scenario as it is run; loads again to one equal to `as_run(cores)`."""
+        data = self.as_run(cores).model_dump(mode="python", exclude_none=True)
+        return yaml.safe_dump(_plain(data), sort_keys=False, allow_unicode=True, width=120)
+
+    def topology(self, clients: Sequence[str] = (CLIENT,)) -> Topology:
+        """Sites of all instances, of the gateway and of the clients beside it, and the links."""
+        sites = {instance.name: instance.site for instance in self.resolved()}
+        sites |= dict.fromkeys((GATEWAY, *clients), self.gateway_site)
+        links = [
+            LinkSpec(name, (link.between[0], link.between[1]), link.rate, link.delay, link.jitter)
+            for name, link in self.links.items()
+        ]
+        return Topology(sites, links)
+
+
+def kv_slots(memory_bytes: int, bytes_per_token: int, page_tokens: int) -> int:
+    """Token slots that fit into `memory_bytes`: whole pages only, 0 if not even one fits."""
+    return memory_bytes // (bytes_per_token * page_tokens) * page_tokens
+
+
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, seed: int | None = None,
+    clock: str | None = None,
+) -> Scenario:  # fmt: skip
+    """The scenario in a file. `overrides` as in `--set a.b=value`. Raises BadInput."""
+    return _checked(document.read(path), overrides, seed, clock)
+
+
+def parse(
+    text: str, file_name: str, overrides: Sequence[str] = (), *, seed: int | None = None,
+    clock: str | None = None,
+) -> Scenario:  # fmt: skip
+    """As `load`, of a text. `file_name` is for messages; the default name is made from it."""
+    return _checked(document.parse(text, file_name), overrides, seed, clock)
+
+
+_STAND_IN = {"workload": {"kind": "closed", "requests": 1, "concurrency": 1, "output_tokens": 1}}
+
+
+def _checked(
+    written: Document, overrides: Sequence[str], seed: int | None, clock: str | None
+) -> Scenario:
+    refused: list[str] = []
+    if "name" not in written.data:
+        stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(written.file).stem).strip("-_")
+        written.data["name"] = stem[:64] or "run"
+    for spec in overrides:
+        try:
+            written.override(spec)
+        except BadInput as error:
+            refused += error.problems
+    for option, value in (("seed", seed), ("clock", clock)):
+        if value is not None:
+            written.put((option,), value, f"--{option}")
+    checked = sections.check(written, Scenario, later=LATER_FIELDS, stand_ins=_STAND_IN)
+    problems = written.problems + checked.problems
+    if checked.model is not None:
+        problems += _across(checked.model, checked)
+    if problems or refused:
+        raise BadInput(written.lines(problems) + refused)
+    assert checked.model is not None
+    checked.model._origin = _Origin(written)
+    return checked.model
+
+
+# -- across fields ---------------------------------------------------------------------------------
+
+
+def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]:
+    yield from _clock_problems(scenario)
+    yield from _name_problems(scenario)
+    if checked.usable("instances", "*", "role") and checked.usable("pipeline", "policy"):
+        yield from _role_problems(scenario)
+    if checked.usable("links", "*", "between") and checked.usable("gateway", "site"):
+        yield from _site_problems(scenario)
+
+
+def _clock_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Step times that the clock cannot have, and dtypes that would need conversion."""
+    virtual = scenario.clock == "virtual"
+    for name, entry in scenario.instances.items():
+        keys = ("instances", name, "step_time")
+        if virtual and entry.step_time == "real":
+            yield Problem(keys, "found 'real' under the virtual clock; allowed there: "
+                                "chip | {prefill_tokens_per_s, decode_step}")  # fmt: skip
+        elif virtual and entry.step_time is None and entry.chip is None:
+            yield Problem(keys, "missing: under the virtual clock each instance needs a chip, or "
+                                "step_time: {prefill_tokens_per_s, decode_step}")  # fmt: skip
+        elif entry.step_time == "chip" and entry.chip is None:
+            yield Problem(keys, f"found 'chip', but no chip is given; allowed with chip: "
+                                f"{' | '.join(CHIPS)} | {{flops, memory, bandwidth}}")  # fmt: skip
+        if entry.dtype not in (None, scenario.dtype):
+            yield Problem(("instances", name, "dtype"),
+                          f"found {shown(entry.dtype)}: a dtype of its own is {NOT_YET}; "
+                          f"available: {scenario.dtype}")  # fmt: skip
+
+
+def _name_problems(scenario: Scenario) -> Iterator[Problem]:
+    if sum(entry.count for entry in scenario.instances.values()) > MAX_INSTANCES:
+        yield Problem(("instances",), f"found more than {MAX_INSTANCES} instances in all")
+        return
+    taken = {CLIENT: "the client", GATEWAY: "the gateway"}
+    for name, group, _ in _expanded(scenario.instances):
+        if name in taken:
+            yield Problem(
+                ("instances", group), f"found the name {shown(name)}, taken by {taken[name]}"
+            )
+        taken[name] = f"instances.{group}"
+
+
+def _role_problems(scenario: Scenario) -> Iterator[Problem]:
+    policy = scenario.pipeline.policy
+    needed: dict[Role, str] = {"prefill": "every policy", "main": "every policy"}
+    if policy == "pdd":
+        needed["relay"] = "policy pdd"
+    present = {entry.role for entry in scenario.instances.values()}
+    for role, why in needed.items():
+        if role not in present:
+            yield Problem(("instances",), f"no instance of role {role}; {why} needs at least one")
+
+
+def _site_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Unknown sites, two links for one path, and paths that are needed and not there."""
+    links: dict[frozenset[str], str] = {}
+    for name, link in scenario.links.items():
+        other = links.setdefault(frozenset(link.between), name)
+        if other != name:
+            text = f"found the sites of link {other} again; allowed: one link between two sites"
+            yield Problem(("links", name, "between"), text)
+    linked = sorted(set().union(*links)) if links else []
+    homes: list[tuple[Keys, str]] = [
+        (("instances", name, "site"), entry.site) for name, entry in scenario.instances.items()
+    ]
+    if scenario.gateway.site is not None:
+        homes.append((("gateway", "site"), scenario.gateway.site))
+    unknown = set()
+    for keys, site in homes:
+        if linked and site not in linked:
+            unknown.add(site)
+            text = f"{sections.unknown_name(site, linked)} (the sites that links join)"
+            yield Problem(keys, text)
+    for a, b, why, inside_too in _needed_paths(scenario):
+        missing = frozenset((a, b)) not in links and (a != b or inside_too)
+        if missing and not unknown & {a, b}:
+            where = f"inside site {a}" if a == b else f"between sites {a} and {b}"
+            yield Problem(("links",), f"no link {where}, which {why} needs; "
+                                      f"declare one with between: [{a}, {b}]")  # fmt: skip
+
+
+def _needed_paths(scenario: Scenario) -> list[tuple[str, str, str, bool]]:
+    """Pairs of sites that must be joined: (a, b, who needs it, whether also where a is b).
+
+    KV needs a declared link even inside a site (its rate is a result); control does not.
+    """
+
+    def of(role: str) -> list[str]:
+        return list(dict.fromkeys(i.site for i in scenario.instances.values() if i.role == role))
+
+    pairs: dict[tuple[str, str], tuple[str, bool]] = {}
+
+    def need(a: str, b: str, why: str, inside_too: bool) -> None:
+        if (b, a) in pairs:
+            a, b = b, a
+        pairs.setdefault((a, b), (why, inside_too))
+
+    relays = of("relay") if scenario.pipeline.policy == "pdd" else []
+    for prefill in of("prefill"):
+        for relay in relays:
+            need(prefill, relay, "KV from prefill to relay", True)
+        for main in of("main"):
+            need(prefill, main, "KV from prefill to main", True)
+    for relay in relays:
+        for main in of("main"):
+            need(relay, main, "the handoff from relay to main", False)
+    home = scenario.gateway.site or next(iter(of("prefill")), None)
+    for site in dict.fromkeys(i.site for i in scenario.instances.values()):
+        if home is not None:
+            need(home, site, "the gateway", False)
+    return [(a, b, why, inside_too) for (a, b), (why, inside_too) in pairs.items()]
+
+
+# -- resolving -------------------------------------------------------------------------------------
+
+
+def _expanded(instances: Mapping[str, Instance]) -> Iterator[tuple[str, str, Instance]]:
+    """(name, entry's name, entry) of each single instance."""
+    for group, entry in instances.items():
+        if entry.count == 1:
+            yield group, group, entry
+        else:
+            yield from ((f"{group}-{n}", group, entry) for n in range(entry.count))
+
+
+def _share(cores: int, entries: Sequence[Instance]) -> list[int]:
+    """Threads of each instance: as given, else an even share of the cores that are left."""
+    threads = [entry.threads or 0 for entry in entries]
+    order: dict[Role, int] = {"prefill": 0, "main": 1, "relay": 2}
+    waiting = [n for n, entry in enumerate(entries) if entry.threads is None]
+    waiting.sort(key=lambda n: order[entries[n].role])
+    left = max(0, cores - sum(threads))
+    for place, n in enumerate(waiting):
+        share, rest = divmod(left, len(waiting))
+        threads[n] = max(1, share + (place < rest))
+    return threads
+
+
+def _plain(value: Any) -> Any:
+    """Dicts and lists only, for YAML."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,299 @@
+"""The event trace: one typed, append-only record that feeds everything else.
+
+Summary, live text, reports and checkers read events; nothing else is measured twice. An event is a
+small frozen dataclass. `t` is when it happened (ns); fields that end in `_ns` are times or
+durations too, and show in files as seconds with nine decimals under the name ending in `_s`.
+
+No float that came out of a model may enter an event: the file's digest must not depend on rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TextIO
+
+from pddrt.types import SECOND, Ns
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    t: Ns
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    name: str
+    seed: int
+    clock: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSent(Event):
+    """The client's stamp: TTFT counts from here."""
+
+    request: str
+    session: int
+    turn: int
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Routed(Event):
+    """The gateway's decision, and what it knew: uncached tokens, estimated WAN time of their KV."""
+
+    request: str
+    pipeline: str
+    prefill: str
+    relay: str | None
+    main: str | None
+    prompt_tokens: int
+    max_tokens: int
+    wan_estimate_ns: Ns | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """An instance reserved pages for a request."""
+
+    request: str
+    instance: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed(Event):
+    request: str
+    instance: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted(Event):
+    request: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded(Event):
+    request: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Event):
+    """One forward pass, recorded when it ends. Token counts by kind; `sequences` in the batch."""
+
+    instance: str
+    start_ns: Ns
+    sequences: int
+    prefill_tokens: int
+    extend_tokens: int
+    decode_tokens: int
+    pages_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVSent(Event):
+    """The KV of [start, end) left `src`'s hands for `dst`."""
+
+    request: str
+    src: str
+    dst: str
+    start: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVReceived(Event):
+    request: str
+    instance: str
+    start: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVWhole(Event):
+    """A decoder holds the KV of the whole prompt, and the first id: it may decode from here."""
+
+    request: str
+    instance: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCancelled(Event):
+    request: str
+    src: str
+    dst: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensMade(Event):
+    """An instance made the ids of positions [start, end)."""
+
+    request: str
+    instance: str
+    source: str
+    start: int
+    end: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MainReady(Event):
+    """The relay learned that the main decoder holds the whole KV."""
+
+    request: str
+    relay: str
+    main: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSent(Event):
+    """The relay sent ids of [start, end); with `last` it stops decoding and frees the request."""
+
+    request: str
+    relay: str
+    main: str
+    start: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTaken(Event):
+    """The main decoder has all ids and will extend over `extend_tokens` of them."""
+
+    request: str
+    main: str
+    extend_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Event):
+    """The gateway let the first token go to the client."""
+
+    request: str
+    notice_ns: Ns
+
+
+@dataclass(frozen=True, slots=True)
+class TokensReceived(Event):
+    """The client got positions [start, end), counted from the first output token, made by
+    `source`.
+    """
+
+    request: str
+    start: int
+    end: int
+    source: str
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """The client's stream ended. `detail` says why a request was rejected or aborted."""
+
+    request: str
+    reason: str
+    output_tokens: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChecked(Event):
+    """An instance's pages after the run: all free, or the run has failed."""
+
+    instance: str
+    pages: int
+    pages_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTotal(Event):
+    """What one direction of a link carried over the whole run."""
+
+    link: str
+    src_site: str
+    dst_site: str
+    bytes: int
+    kv_bytes: int
+    ids_bytes: int
+    busy_ns: Ns
+    peak_flows: int
+    late_p99_ns: Ns
+    late_max_ns: Ns
+
+
+class Seconds:
+    """A time for a file: shown in seconds, exactly, with nine decimals."""
+
+    __slots__ = ("ns",)
+
+    def __init__(self, ns: Ns) -> None:
+        self.ns = ns
+
+    def __str__(self) -> str:
+        sign, ns = ("-", -self.ns) if self.ns < 0 else ("", self.ns)
+        return f"{sign}{ns // SECOND}.{ns % SECOND:09d}"
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON, keys in the order given, `Seconds` as exact decimals."""
+    if isinstance(value, Seconds):
+        return str(value)
+    if isinstance(value, dict):
+        inner = ",".join(f"{json.dumps(str(k))}:{dumps(v)}" for k, v in value.items())
+        return "{" + inner + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(dumps, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def to_line(event: Event) -> str:
+    """One line of events.jsonl, without the newline."""
+    record: dict[str, Any] = {"event": type(event).__name__, "t_s": Seconds(event.t)}
+    for f in fields(event):
+        value = getattr(event, f.name)
+        if f.name == "t":
+            continue
+        if f.name.endswith("_ns"):
+            record[f.name[:-3] + "_s"] = None if value is None else Seconds(value)
+        else:
+            record[f.name] = value
+    return dumps(record)
+
+
+class Trace:
+    """The run's events, in order. Appends only; listeners see each event once, as it happens."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.events: list[Event] = []
+        self._listeners: list[Callable[[Event], None]] = []
+        self._file = file
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """`listener(event)` is called for every later event; it must not raise or block."""
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        line = to_line(event) + "\n"
+        self._digest.update(line.encode())
+        if self._file is not None:
+            self._file.write(line)
+        for listener in self._listeners:
+            listener(event)
+
+    @property
+    def digest(self) -> str:
+        """blake2b-128 over the lines of events.jsonl so far."""
+        return self._digest.hexdigest()

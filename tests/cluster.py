@@ -1,0 +1,202 @@
+"""A whole deployment on modelled engines under the virtual clock, for tests of the roles.
+
+The modelled engine's answer depends on the KV of every position (see engine/model.py), so `oracle`
+- one engine, one sequence, no handoff - says what any correct deployment must answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from pddrt.deployment import Deployment, Rules
+from pddrt.engine.model import ModelEngine
+from pddrt.engine.tokens import ByteTokenizer
+from pddrt.env import VirtualEnv
+from pddrt.metrics import Recorder, RequestRecord, violations
+from pddrt.netem.net import LinkSpec, Topology
+from pddrt.netem.simnet import SimNet
+from pddrt.policy.route import Pdd, Policy
+from pddrt.roles.node import InstanceSpec
+from pddrt.simloop import SimLoop
+from pddrt.trace import Event, Trace
+from pddrt.types import MS, US, KVLayout, Ns, Run, Sampling, Span
+from pddrt.workload import Session, Turn
+
+LAYOUT = KVLayout(
+    "modelled", layers=4, kv_heads=2, head_dim=32, dtype="bfloat16"
+)  # 1,024 B a token
+VOCAB = 257
+
+
+def cost(spans: Sequence[Span]) -> Ns:
+    """2 ms a step and 0.1 ms a token."""
+    return 2 * MS + sum(len(s.tokens) for s in spans) * 100 * US
+
+
+@dataclass
+class Cluster:
+    """What to deploy. Defaults: one P, one RLD, one MD, and a WAN over which 200 tokens take 0.1
+    s.
+    """
+
+    prefills: int = 1
+    relays: int = 1
+    mains: int = 1
+    page_tokens: int = 16
+    pages: int = 64
+    chunk_tokens: int = 32
+    max_batch: int = 16
+    rate: int | None = 2_000_000
+    delay: Ns = 15 * MS
+    jitter: Ns = 0
+    policy: Policy = field(default_factory=lambda: Pdd(relay_above=50 * MS))
+    eos_ids: frozenset[int] = frozenset()
+    deadline: Ns = 600_000 * MS
+    sampling: Sampling = field(default_factory=Sampling)
+    stream_while_computing: bool = True
+    early_first_token: bool = False
+    seed: int = 1
+    shuffle: int | None = None
+    layouts: dict[str, KVLayout] = field(default_factory=dict)
+    gateway_site: str = "a"
+    main_cost: Callable[[Sequence[Span]], Ns] = cost
+
+    def specs(self) -> list[InstanceSpec]:
+        counts = {
+            "prefill": ("p", self.prefills),
+            "relay": ("rld", self.relays),
+            "main": ("md", self.mains),
+        }
+        return [
+            InstanceSpec(
+                f"{stem}{i}", role, self.page_tokens, self.pages, self.chunk_tokens, self.max_batch
+            )  # type: ignore[arg-type]
+            for role, (stem, n) in counts.items()
+            for i in range(n)
+        ]
+
+    def topology(self) -> Topology:
+        sites = {s.name: "b" if s.role == "main" else "a" for s in self.specs()}
+        sites |= {"gateway": self.gateway_site, "client": self.gateway_site}
+        return Topology(
+            sites,
+            [
+                LinkSpec("rdma", ("a", "a"), 1_000_000_000, 5 * US),
+                LinkSpec("wan", ("a", "b"), self.rate, self.delay, self.jitter),
+            ],
+        )
+
+    def play(
+        self,
+        sessions: Sequence[Session],
+        during: Callable[[Deployment], Awaitable[None]] | None = None,
+    ) -> Played:
+        """Runs the sessions to their end; `during` runs beside them."""
+        with asyncio.Runner(loop_factory=lambda: SimLoop(self.shuffle)) as runner:
+            return runner.run(self._play(sessions, during))
+
+    async def _play(
+        self, sessions: Sequence[Session], during: Callable[[Deployment], Awaitable[None]] | None
+    ) -> Played:
+        trace = Trace()
+        env = VirtualEnv(self.seed, trace)
+        specs = self.specs()
+        recorder = Recorder({s.name: s.role for s in specs})
+        trace.listen(recorder)
+        topology = self.topology()
+        engines = {
+            s.name: ModelEngine(
+                env,
+                self.layouts.get(s.name, LAYOUT),
+                s.kv_tokens,
+                vocab=VOCAB,
+                max_context=4096,
+                step_cost=self.main_cost if s.role == "main" else cost,
+            )
+            for s in specs
+        }
+        rules = Rules(
+            self.policy,
+            self.eos_ids,
+            self.deadline,
+            self.sampling,
+            self.stream_while_computing,
+            self.early_first_token,
+        )
+        net = SimNet(env, topology)
+        deployment = Deployment(env, net, topology, rules, ByteTokenizer(), specs, engines)
+
+        async def work() -> None:
+            await deployment.start()
+            if during is not None:
+                beside = env.spawn(_none(during(deployment)), "beside")
+                await deployment.play(sessions)
+                await beside
+            else:
+                await deployment.play(sessions)
+
+        await env.run_or_fail(work())
+        deployment.account()
+        await deployment.close()
+        return Played(trace, recorder, deployment)
+
+
+async def _none(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+@dataclass
+class Played:
+    trace: Trace
+    recorder: Recorder
+    deployment: Deployment
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return list(self.recorder.requests.values())
+
+    def events(self, kind: type[Event]) -> list[Event]:
+        return [e for e in self.trace.events if isinstance(e, kind)]
+
+    def assert_sound(self) -> None:
+        """Nothing lost, nothing doubled, every page back, every answer the oracle's."""
+        assert violations(self.recorder) == []
+        assert all(i.pool.free == i.pool.num_pages for i in self.deployment.instances)
+
+
+def one(text: str, max_tokens: int = 20, start: Ns = 0) -> Session:
+    return Session(0, start, (Turn(text, max_tokens, 0),))
+
+
+def many(count: int, prompt_len: int, max_tokens: int, every: Ns = 0) -> list[Session]:
+    return [
+        Session(i, i * every, (Turn(f"{i:03d}" + "x" * (prompt_len - 3), max_tokens, 0),))
+        for i in range(count)
+    ]
+
+
+def oracle(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The modelled answer, from one engine that prefills at once and decodes one by one."""
+
+    async def answer() -> list[int]:
+        env = VirtualEnv(0, Trace())
+        engine = ModelEngine(
+            env,
+            LAYOUT,
+            len(prompt) + max_tokens,
+            vocab=VOCAB,
+            max_context=1 << 20,
+            step_cost=lambda _spans: 0,
+        )
+        ids = list(prompt)
+        start = 0
+        while len(ids) < len(prompt) + max_tokens:
+            span = Span("x", tuple(ids[start:]), start, (Run(0, len(ids)),), Sampling())
+            start = len(ids)
+            ids.extend(t for t in await engine.step([span]) if t is not None)
+        return ids[len(prompt) :]
+
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        return runner.run(answer())

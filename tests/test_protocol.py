@@ -1,0 +1,217 @@
+"""The handoff protocol on paper: any order of events, any partition of KV, answers that end
+anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pddrt.errors import BadFrame
+from pddrt.protocol import (
+    Decode,
+    KVAssembly,
+    Limits,
+    MainSide,
+    Manifest,
+    Ready,
+    RelaySide,
+    SendIds,
+    State,
+    finish,
+    prompt_digest,
+)
+from pddrt.types import KVLayout, Sampling
+
+EOS = 99
+LIMITS = Limits(prompt_len=10, max_tokens=4, eos_ids=frozenset({EOS}))
+
+
+def relay(limits: Limits = LIMITS) -> RelaySide:
+    """An RLD that has begun to decode."""
+    side = RelaySide(limits)
+    side.on_kv(0, limits.prompt_len)
+    side.on_first(1)
+    return side
+
+
+def test_the_budget_is_counted_by_position() -> None:
+    assert [finish(LIMITS, p, 5) for p in (10, 11, 12, 13)] == [None, None, None, "length"]
+    assert finish(Limits(10, 1, frozenset()), 10, 5) == "length", "max_tokens 1 is one token (F32)"
+    assert finish(LIMITS, 10, EOS) == "stop", "end of sequence counts as the first token too (F33)"
+
+
+def test_the_last_token_needs_no_kv() -> None:
+    assert LIMITS.kv_tokens == 13
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kv_is_taken_in_any_partition_and_order(seed: int) -> None:
+    rng = random.Random(seed)
+    length = rng.randint(1, 200)
+    cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.randint(0, 12))))
+    ranges = list(zip([0, *cuts], [*cuts, length], strict=True))
+    rng.shuffle(ranges)
+    kv = KVAssembly(length)
+    for start, end in ranges:
+        assert not kv.whole
+        kv.claim(start, end)
+    assert kv.whole
+
+
+@pytest.mark.parametrize("again", [(0, 4), (2, 3), (3, 6), (-1, 2), (8, 11), (5, 3)])
+def test_a_range_that_comes_twice_or_lies_outside_is_refused(again: tuple[int, int]) -> None:
+    kv = KVAssembly(10)
+    kv.claim(0, 4)
+    with pytest.raises(BadFrame):
+        kv.claim(*again)
+
+
+def test_an_empty_transfer_completes() -> None:
+    assert KVAssembly(0).whole
+    kv = KVAssembly(3)
+    kv.claim(1, 1)
+    assert not kv.whole
+
+
+def test_nothing_is_decoded_before_kv_is_whole_and_the_first_id_is_known() -> None:
+    for first_before_kv in (True, False):
+        side = RelaySide(LIMITS)
+        side.on_kv(0, 6)
+        if first_before_kv:
+            assert side.on_first(7) == []
+            assert side.on_kv(6, 10) == [Decode((7,))]
+        else:
+            assert side.on_kv(6, 10) == []
+            assert side.on_first(7) == [Decode((7,))]
+
+
+def test_a_ready_main_gets_all_ids_when_no_step_runs() -> None:
+    side = relay()
+    side.on_token(2)
+    assert side.on_main_ready(in_step=False) == [SendIds(10, (1, 2), last=True)]
+    assert side.state is State.HANDED
+
+
+def test_a_step_in_flight_ends_before_the_handoff_and_its_id_goes_too() -> None:
+    side = relay()
+    assert side.on_main_ready(in_step=True) == []
+    actions, reason = side.on_token(2)
+    assert (actions, reason) == ([SendIds(10, (1, 2), last=True)], None)
+
+
+def test_an_answer_that_ends_in_the_last_step_is_not_handed_over() -> None:
+    for token, why in ((EOS, "stop"), (5, "length")):
+        side = relay(Limits(10, 2, frozenset({EOS})))
+        side.on_main_ready(in_step=True)
+        assert side.on_token(token) == ([], why)
+        assert side.state is State.FINISHED
+
+
+def test_a_main_that_is_ready_before_the_relay_gets_the_first_id_alone() -> None:
+    side = RelaySide(LIMITS)
+    assert side.on_main_ready(in_step=False) == []
+    side.on_kv(0, 10)
+    assert side.on_first(1) == [SendIds(10, (1,), last=True)]
+
+
+def test_ready_after_the_end_changes_nothing() -> None:
+    side = relay(Limits(10, 2, frozenset()))
+    side.on_token(2)
+    assert side.state is State.FINISHED
+    assert side.on_main_ready(in_step=False) == []
+
+
+def test_a_relayed_main_says_ready_and_waits_for_ids() -> None:
+    side = MainSide(LIMITS)
+    assert side.on_kv(0, 10) == [Ready()]
+    assert side.on_ids(10, [1, 2], last=True) == [Decode((1, 2))]
+    assert side.on_token(3) is None
+    assert side.on_token(4) == "length"
+
+
+def test_ids_may_come_in_pieces_that_join() -> None:
+    side = MainSide(LIMITS)
+    side.on_kv(0, 10)
+    assert side.on_ids(10, [1], last=False) == []
+    with pytest.raises(BadFrame):
+        side.on_ids(12, [3], last=True)
+    assert side.on_ids(11, [2], last=True) == [Decode((1, 2))]
+
+
+def test_ids_before_the_kv_are_refused() -> None:
+    side = MainSide(LIMITS)
+    side.on_kv(0, 9)
+    with pytest.raises(BadFrame):
+        side.on_ids(10, [1], last=True)
+
+
+def test_an_unrelayed_main_starts_from_the_first_id() -> None:
+    side = MainSide(LIMITS, relayed=False)
+    assert side.on_kv(0, 10) == []
+    assert side.on_first(1) == [Decode((1,))]
+
+
+def test_kv_for_a_request_that_decodes_is_refused() -> None:
+    side = relay()
+    with pytest.raises(BadFrame):
+        side.on_kv(0, 1)
+
+
+def test_close_ends_a_side_in_any_state_and_keeps_a_final_one() -> None:
+    side = relay()
+    side.close()
+    assert side.state is State.CLOSED
+    handed = relay()
+    handed.on_main_ready(in_step=False)
+    handed.close()
+    assert handed.state is State.HANDED
+
+
+LAYOUT = KVLayout("weights-1", 2, 2, 16, "float64")
+
+
+def manifest(layout: KVLayout = LAYOUT, prompt: tuple[int, ...] = (1, 2, 3)) -> Manifest:
+    return Manifest(
+        "s0.0",
+        4,
+        layout,
+        prompt,
+        prompt_digest(layout.fingerprint, prompt),
+        8,
+        Sampling(0.5, 3, 0.9, 11),
+        "gateway",
+        "rld0",
+        "md0",
+    )
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    m = manifest()
+    assert Manifest.parse(m.fields(), m.prompt) == m
+    with pytest.raises(BadFrame):
+        Manifest.parse({"request": "x"}, [])
+
+
+@pytest.mark.parametrize(
+    ("mine", "why"),
+    [
+        (KVLayout("weights-2", 2, 2, 16, "float64"), "fingerprint"),
+        (KVLayout("weights-1", 3, 2, 16, "float64"), "layers"),
+        (KVLayout("weights-1", 2, 1, 16, "float64"), "kv_heads"),
+        (KVLayout("weights-1", 2, 2, 8, "float64"), "head_dim"),
+        (KVLayout("weights-1", 2, 2, 16, "float32"), "dtype"),
+    ],
+)
+def test_foreign_kv_is_refused_by_name(mine: KVLayout, why: str) -> None:
+    assert manifest().objection(LAYOUT) is None
+    objection = manifest().objection(mine)
+    assert objection is not None
+    assert why in objection
+
+
+def test_a_prompt_that_is_not_the_digests_is_refused() -> None:
+    m = manifest()
+    other = Manifest.parse(m.fields(), (1, 2, 4))
+    assert other.objection(LAYOUT) == "the digest does not match the prompt"

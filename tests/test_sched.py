@@ -1,0 +1,133 @@
+"""The scheduler: decode first, then extends, then prompts; admission that is fair to the large."""
+
+from __future__ import annotations
+
+from pddrt.sched import MAX_OVERTAKEN, Admission, Scheduler, SequenceState
+from pddrt.types import Run, Sampling
+
+GREEDY = Sampling()
+
+
+def scheduler(chunk: int = 8, max_batch: int = 4) -> Scheduler:
+    return Scheduler(chunk, max_batch, lambda _request, end: (Run(0, end),))
+
+
+def prompt(name: str, length: int) -> SequenceState:
+    return SequenceState(name, list(range(length)), 0, length, GREEDY)
+
+
+def decoding(name: str, prompt_len: int, pending: int) -> SequenceState:
+    return SequenceState(name, list(range(prompt_len + pending)), prompt_len, prompt_len, GREEDY)
+
+
+def test_a_prompt_is_cut_into_chunks_and_only_the_last_draws() -> None:
+    sched = scheduler(chunk=8)
+    sched.add(prompt("a", 20))
+    seen = []
+    for _ in range(3):
+        batch = sched.plan()
+        assert batch is not None
+        span = batch.spans[0]
+        seen.append((span.start, span.end, span.sampling is not None))
+        sched.apply(batch, [7 if span.sampling else None])
+    assert seen == [(0, 8, False), (8, 16, False), (16, 20, True)]
+    assert sched.sequences["a"].ids[-1] == 7
+
+
+def test_decodes_come_first_then_extends_then_prompts() -> None:
+    sched = scheduler(chunk=8)
+    sched.add(prompt("p", 30))
+    sched.add(decoding("x", 10, 4))
+    sched.add(decoding("d", 10, 1))
+    batch = sched.plan()
+    assert batch is not None
+    assert [(s.request, len(s.tokens)) for s in batch.spans] == [("d", 1), ("x", 4), ("p", 3)]
+    assert (batch.decode_tokens, batch.extend_tokens, batch.prefill_tokens) == (1, 4, 3)
+
+
+def test_a_prompt_never_stops_decodes_even_where_they_fill_the_chunk() -> None:
+    sched = scheduler(chunk=2, max_batch=8)
+    sched.add(prompt("p", 30))
+    for i in range(4):
+        sched.add(decoding(f"d{i}", 5, 1))
+    batch = sched.plan()
+    assert batch is not None
+    assert [s.request for s in batch.spans] == ["d0", "d1", "d2", "d3"]
+
+
+def test_max_batch_bounds_the_step() -> None:
+    sched = scheduler(max_batch=2)
+    for i in range(4):
+        sched.add(decoding(f"d{i}", 5, 1))
+    batch = sched.plan()
+    assert batch is not None
+    assert len(batch.spans) == 2
+
+
+def test_one_token_prompts_and_prompts_up_to_the_last_token_are_prefill() -> None:
+    sched = scheduler()
+    sched.add(prompt("a", 1))
+    batch = sched.plan()
+    assert batch is not None
+    assert batch.prefill_tokens == 1
+    assert batch.decode_tokens == 0
+
+
+def test_inactive_sequences_are_not_stepped() -> None:
+    sched = scheduler()
+    sched.add(decoding("d", 5, 1))
+    sched.sequences["d"].active = False
+    assert sched.plan() is None
+
+
+def test_a_sequence_dropped_during_a_step_has_no_outcome() -> None:
+    sched = scheduler()
+    sched.add(decoding("gone", 5, 1))
+    sched.add(decoding("here", 5, 1))
+    batch = sched.plan()
+    assert batch is not None
+    sched.drop("gone")
+    outcomes = sched.apply(batch, [1, 2])
+    assert [(o.request, o.next_id) for o in outcomes] == [("here", 2)]
+
+
+def test_a_later_request_of_the_same_id_is_not_booked_for_the_old_step() -> None:
+    sched = scheduler()
+    sched.add(decoding("a", 5, 1))
+    batch = sched.plan()
+    assert batch is not None
+    sched.drop("a")
+    sched.add(decoding("a", 9, 1))
+    assert sched.apply(batch, [1]) == []
+    assert sched.sequences["a"].computed == 9
+
+
+def test_admission_is_in_order_and_lets_small_ones_pass_only_so_often() -> None:
+    free, taken = 10, []
+
+    def allocate(request: str, pages: int) -> bool:
+        nonlocal free
+        if pages > free:
+            return False
+        free -= pages
+        taken.append(request)
+        return True
+
+    admission = Admission(allocate)
+    admission.add("large", 11)
+    for i in range(MAX_OVERTAKEN + 5):
+        admission.add(f"small{i}", 0)
+    admitted = admission.admit()
+    assert len(admitted) == MAX_OVERTAKEN
+    assert admission.admit() == [], "nobody passes the starved head any more"
+    free = 11
+    assert admission.admit()[0] == "large"
+
+
+def test_a_waiting_request_can_be_dropped() -> None:
+    admission = Admission(lambda _r, _p: False)
+    admission.add("a", 1)
+    admission.admit()
+    assert admission.drop("a")
+    assert not admission.drop("a")
+    assert len(admission) == 0
