@@ -3,28 +3,40 @@
 Everything heavy is imported inside the command that needs it, so that `--help` costs what typer and
 rich cost. Results go to stdout, all else to stderr. Every error of the tree in `errors` ends as one
 message and its exit code, never a traceback.
+
+A terminal or a pipe may go away while a run is under way. Then nothing more is shown, and the run
+goes on: what counts is its folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
 from pddrt import __version__
-from pddrt.errors import PddrtError
+from pddrt.errors import BadInput, CannotRun, Interrupted, PddrtError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Help and usage errors without rich: they answer in half the time.
+_TYPER = {"no_args_is_help": True, "add_completion": False, "rich_markup_mode": None}
 app = typer.Typer(
     name="pddrt",
     help="A research runtime for cross-datacenter prefill-decode disaggregation of LLM inference.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    **_TYPER,  # type: ignore[arg-type]
 )
-models_app = typer.Typer(help="Models at hand, and how to get more.", no_args_is_help=True)
+models_app = typer.Typer(help="Models: which there are, get one.", **_TYPER)  # type: ignore[arg-type]
 app.add_typer(models_app, name="model")
 
 
@@ -43,9 +55,15 @@ def root(
     pass
 
 
-@app.command()
+# -- run -------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="Run a scenario: texts as they come, then numbers.")
 def run(
-    scenario: Annotated[str, typer.Argument(help="Scenario file (YAML).", show_default=False)],
+    scenario: Annotated[
+        str,
+        typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False),
+    ],
     set_: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads this at run time
         typer.Option(
@@ -56,29 +74,39 @@ def run(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Override the scenario's seed.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False),
     ] = None,
     clock: Annotated[
         str | None,
         typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
     ] = None,
     out: Annotated[
-        Optional[Path], typer.Option(help="Run folder; default runs/NAME-TIME.", show_default=False)  # noqa: UP045
+        str | None,
+        typer.Option(metavar="DIR", help="Run folder; default runs/NAME-TIME.", show_default=False),
     ] = None,
     prompt: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="TEXT",
             help="One request with this text instead of the workload.",
             show_default=False,
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Judge every token by a plain pass of the model afterwards."),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print summary.json to stdout, and nothing else.")
     ] = False,
 ) -> None:
-    """Run a scenario: texts as they come, each token marked by who made it, then the numbers."""
-    _run(scenario, list(set_ or []), seed, clock, out, prompt, json)
+    """Run a scenario: texts as they come, each token marked by who made it (P prefill, R relay
+    decode, M main decode), then the numbers. All of it is saved in the run folder. Ctrl-C ends a
+    run early and saves what there is.
+    """
+    with _signals_end_it():
+        _run(scenario, list(set_ or []), seed, clock, out, prompt, verify, json)
 
 
 def _run(
@@ -86,98 +114,251 @@ def _run(
     overrides: list[str],
     seed: int | None,
     clock: str | None,
-    out: Path | None,
+    out: str | None,
     prompt: str | None,
+    verify: bool,
     json: bool,
 ) -> None:
-    from rich.console import Console
-
-    from pddrt import show
+    from pddrt import live, show
     from pddrt.run import Run
     from pddrt.scenario import load
     from pddrt.trace import dumps
 
-    errors = Console(stderr=True, highlight=False)
-    console = Console(highlight=False)
-    bars = show.Bars(errors)
-    the_run = Run(load(scenario, overrides, seed=seed, clock=clock), out=out, prompt=prompt)
-    try:
-        the_run.prepare(bars)
-    finally:
-        bars.close()
-    live = None
-    if not json:
-        live = show.LiveText(console, the_run.recorder, the_run.expected_requests)
-        the_run.listen(live)
-        show.legend(console, the_run.sites_by_letter)
-    try:
-        result = the_run.execute()
-    finally:
-        if live is not None:
-            live.close()
-    if json:
-        print(dumps(result.summary))
-    else:
-        show.results(console, result.summary, the_run.recorder)
-        console.print(f"saved in   {result.folder}", soft_wrap=True)
-    result.raise_for_status()
+    with _outlet() as outlet:
+        console, errors = _console(outlet), _console(sys.stderr)
+        the_run = Run(
+            load(scenario, overrides, seed=seed, clock=clock),
+            out=None if out is None else Path(out),
+            prompt=_text("--prompt", prompt),
+            verify=verify,
+        )
+        with _signals_end_it(), live.Bars(errors) as bars:
+            if bars.moving:
+                bars(f"loading {the_run.scenario.model}", None)
+            the_run.prepare(bars)
+        requests = the_run.expected_requests
+        if not json:
+            colour = show.coloured(console)
+            _print(console, show.intro(the_run.scenario, the_run.instances, requests, colour))
+        with live.LiveText(
+            errors if json else console,
+            the_run.recorder,
+            requests=requests,
+            virtual=the_run.scenario.clock == "virtual",
+            limit=0 if json else None,
+        ) as view:
+            the_run.listen(view)
+            result = the_run.execute(view.progress)
+        if json:
+            outlet.write(dumps(result.summary) + "\n")
+        else:
+            _print(console, show.results(result.summary, the_run.recorder, console.width))
+            _print(console, [f"saved in {show.clean(str(result.folder))}"])
+        result.raise_for_status()
+
+
+@app.command(short_help="Look into a recorded run, or one request of it.")
+def inspect(
+    run_folder: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)
+    ],
+    request: Annotated[
+        str | None,
+        typer.Argument(metavar="[REQUEST]", help="A request's id, e.g. s0.0.", show_default=False),
+    ] = None,
+) -> None:
+    """A recorded run: a table of its requests. With a request: the numbers of its handoff, where
+    each token came from, and its events in order, each with the time since it was sent.
+    """
+    from pddrt import postmortem
+
+    with _outlet() as outlet:
+        console = _console(outlet)
+        recorded = postmortem.read(Path(run_folder))
+        if request is None:
+            postmortem.table(console, recorded)
+        else:
+            postmortem.story(console, recorded, request)
+
+
+def _print(console: Console, lines: Any) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=not console.is_terminal and not hasattr(line, "columns"))
+
+
+def _text(option: str, value: str | None) -> str | None:
+    """An argument that must be text: the system hands over any bytes."""
+    if value is not None:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{option}: is not text in UTF-8") from None
+    return value
+
+
+# -- models ----------------------------------------------------------------------------------------
 
 
 @models_app.command("list")
 def model_list() -> None:
-    """Models that are cached, built in, or known by name."""
-    from rich.console import Console
+    """The models that are here, and those that can be had by name."""
     from rich.table import Table
 
+    from pddrt import show
     from pddrt.engine.models import known_models
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("model", "state", "size", "what it is"):
-        table.add_column(name)
-    for model in known_models():
-        table.add_row(*(str(cell) for cell in _model_row(model)))
-    Console(highlight=False).print(table)
-
-
-def _model_row(model: Any) -> tuple[str, str, str, str]:
-    return model.name, model.state, model.size, model.what
+    with _signals_end_it(), _outlet() as outlet:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for name in ("model", "size", "state"):
+            table.add_column(name, justify="right" if name == "size" else "left")
+        table.add_column("where", overflow="fold")
+        for model in known_models():
+            size = show.size(model.bytes) if model.bytes else "-"
+            state = "here" if model.cached else "to be fetched"
+            table.add_row(model.name, size, state, show.clean(model.where))
+        console = _console(outlet)
+        if not console.is_terminal:
+            console.width = 10_000  # for a program: a line a model
+        console.print(table)
 
 
 @models_app.command("pull")
 def model_pull(
     name: Annotated[
-        str, typer.Argument(help="Default model, hub id or local folder.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME", help="A model's name, hub id or local folder.", show_default=False
+        ),
     ],
 ) -> None:
-    """Fetch a model now, so that the first run does not have to."""
-    from rich.console import Console
-
-    from pddrt import show
+    """Fetch a model now, so that the first run need not."""
+    from pddrt import live
     from pddrt.engine.models import pull
 
-    bars = show.Bars(Console(stderr=True, highlight=False))
+    with _signals_end_it(), _outlet() as outlet:
+        errors = _console(sys.stderr)
+        with live.Bars(errors) as bars:
+            where = pull(name, bars)
+        if where is None:
+            _say(f"{name} is made on the spot: there is nothing to fetch")
+        else:
+            outlet.write(f"{where}\n")
+
+
+# -- the world outside -----------------------------------------------------------------------------
+
+
+class _Outlet:
+    """stdout, which may go away. Writes to it do not fail: the first failure is kept and said, and
+    from then on nothing is written.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+        self.encoding = self._file.encoding
+        if hasattr(self._file, "reconfigure"):
+            self._file.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        self._try(self._file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def _try(self, call: Any, *args: str) -> None:
+        if self.error is None:
+            try:
+                call(*args)
+            except OSError as error:
+                self.error = error
+                _say(f"stdout: {error.strerror}; nothing more is shown, but the command goes on")
+                with contextlib.suppress(OSError, ValueError):  # else Python complains at its end
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+
+@contextlib.contextmanager
+def _outlet() -> Iterator[_Outlet]:
+    """stdout for one command. A reader that had enough is no error; a full disk is one."""
+    outlet = _Outlet(sys.stdout or io.StringIO())  # None where it was closed from the start
+    yield outlet
+    outlet.flush()
+    if outlet.error is not None and not isinstance(outlet.error, BrokenPipeError):
+        raise CannotRun(f"stdout cannot be written: {outlet.error.strerror}")
+
+
+def _console(file: Any) -> Console:
+    """Shows text as it is: no markup, no emoji names, no guesses at what is a number."""
+    from rich.console import Console
+
+    return Console(file=file, markup=False, emoji=False, highlight=False)
+
+
+class _Stop(KeyboardInterrupt):
+    """The plain one, raised inside an `exec`, would make Python end as if killed by the signal."""
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise Interrupted, also where a library would not let it pass.
+
+    A run has its own, gentler way (see `run`) while it is under way.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+        raise _Stop
+
+    def lost(what: Any) -> None:  # raised where nothing can be, as in a callback: once more, then
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.01)
+        else:
+            sys.__unraisablehook__(what)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGVTALRM)
+    previous = {s: signal.signal(s, ask) for s in signals}
+    sys.unraisablehook = lost
     try:
-        where = pull(name, bars)
+        yield
+        if asked:
+            raise _Stop
+    except Interrupted:
+        raise
+    except BaseException as error:
+        if asked or isinstance(error, KeyboardInterrupt):
+            raise Interrupted("interrupted") from None
+        raise
     finally:
-        bars.close()
-    print(where)
+        sys.unraisablehook = sys.__unraisablehook__
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say(message: str) -> None:
+    """One message on stderr, whatever is in it. Imports nothing: an import may have failed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            for line in message.split("\n"):
+                safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+                print(f"pddrt: {''.join(safe)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Entry point of the `pddrt` command."""
     try:
-        app(standalone_mode=True)
+        app(prog_name="pddrt")
     except PddrtError as error:
-        sys.stdout.flush()
-        for line in str(error).splitlines():
-            print(f"pddrt: {line}", file=sys.stderr)
+        _say(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("pddrt: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ class Deployment:
         except asyncio.CancelledError:
             if self.env.now() < until:
                 raise
-            missing = ", ".join(p for p in peers if p not in node.peers)
+            met = self.gateway.instances if node is self.gateway else node.peers
+            missing = ", ".join(p for p in peers if p not in met)
             raise CannotRun(
                 f"{node.name} cannot reach {missing} within {START_TIME // SECOND} s"
             ) from None
@@ -136,7 +137,7 @@ class Deployment:
 
     async def drain(self) -> None:
         until = self.env.now() + DRAIN_TIME
-        draining = asyncio.gather(*(i.drained() for i in self.instances))
+        draining = asyncio.ensure_future(self._all_empty())
         timer = self.env.call_at(until, draining.cancel)
         try:
             await draining
@@ -144,11 +145,17 @@ class Deployment:
             if self.env.now() < until:
                 raise
             held = "; ".join(
-                f"{i.name}: {', '.join(i.pool.owners)}" for i in self.instances if i.pool.used
+                f"{i.name}: {', '.join(i.memory.holders)}" for i in self.instances if not i.empty
             )
             raise RunFailed(f"pages were not given back: {held}") from None
         finally:
             timer.cancel()
+
+    async def _all_empty(self) -> None:
+        """Returns when all instances are empty at once: one that was may have been offered more."""
+        while not all(i.empty for i in self.instances):
+            for instance in self.instances:
+                await instance.drained()
 
     async def close(self) -> None:
         """Takes everything down; what was under way is lost. Nothing is left running."""
@@ -160,7 +167,7 @@ class Deployment:
     def account(self) -> None:
         """Records what the pools and links say after the run."""
         for instance in self.instances:
-            instance.check_pool()
+            instance.check_memory()
         for s in self.net.stats():
             kinds = s.by_kind
             self.env.trace.emit(

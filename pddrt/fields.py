@@ -134,7 +134,7 @@ class Pipeline(Section):
     ] = "pdd"
     relay_above: Annotated[int, Quantity(_relay_above, format_duration, DURATIONS)] = 200 * MS
     stream_kv: Literal["while-computing", "after-prefill"] = "while-computing"
-    drc: Annotated[Literal["off"], Later("on")] = "off"
+    drc: Literal["on", "off"] = "on"
 
 
 class Handoff(Section):

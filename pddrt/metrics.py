@@ -27,7 +27,7 @@ from typing import Any
 
 from pddrt import trace as ev
 from pddrt.trace import Event, Seconds
-from pddrt.types import LETTER, SECOND, Ns
+from pddrt.types import LETTER, SECOND, Ns, Sampling
 
 LEGS = ("gateway", "prefill_queue", "prefill", "decoder_queue", "transfer", "delivery")
 NEAR_TOKENS = 8
@@ -55,12 +55,18 @@ class RequestRecord:
     admitted: dict[str, Ns] = field(default_factory=dict)
     whole: dict[str, Ns] = field(default_factory=dict)
     freed: dict[str, Ns] = field(default_factory=dict)
+    hits: dict[str, int] = field(default_factory=dict)
+    hit_bytes: dict[str, int] = field(default_factory=dict)
     notice: Ns | None = None
     ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     sources: str = ""
     times: list[Ns] = field(default_factory=list)
     text: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    parity: dict[str, Any] | None = None
+    """The token oracle's verdict (`pddrt.verify`); None where it was not asked."""
     made: dict[str, int] = field(default_factory=dict)
     handoff_ids: int = 0
     handoff_rounds: int = 0
@@ -111,6 +117,12 @@ class RequestRecord:
         return {leg: b - a for leg, (a, b) in zip(LEGS, pairwise(stamps), strict=True)}
 
     @property
+    def cached(self) -> dict[str, int]:
+        """Prefix hits in tokens, by role: what P did not compute, what was not sent to R and M."""
+        by_role = {"prefill": self.prefill, "relay": self.relay, "main": self.main}
+        return {role: self.hits.get(name or "", 0) for role, name in by_role.items()}
+
+    @property
     def switch(self) -> int | None:
         """Index of the first token made by the main decoder after a relay handed over."""
         at = self.sources.find("M")
@@ -153,15 +165,22 @@ class Recorder:
         self.links: list[ev.LinkTotal] = []
         self.pools: list[ev.PoolChecked] = []
         self.instances: dict[str, dict[str, Ns]] = {
-            name: {"steps": 0, "busy": 0, "pages_peak": 0} for name in role_of
+            name: {"steps": 0, "busy": 0, "pages": 0, "pages_peak": 0} for name in role_of
         }
         self.end: Ns = 0
 
     def __call__(self, event: Event) -> None:
         self.end = max(self.end, event.t)
+        if isinstance(event, ev.Admitted | ev.Freed):
+            self._count_pages(event)
         if isinstance(event, ev.RequestSent):
             self.requests[event.request] = RequestRecord(
-                event.request, event.session, event.turn, event.t, event.prompt
+                event.request,
+                event.session,
+                event.turn,
+                event.t,
+                event.prompt,
+                sampling=Sampling(*event.sampling),
             )
         elif isinstance(event, ev.LinkTotal):
             self.links.append(event)
@@ -171,18 +190,26 @@ class Recorder:
             instance = self.instances[event.instance]
             instance["steps"] += 1
             instance["busy"] += event.t - event.start_ns
-            instance["pages_peak"] = max(instance["pages_peak"], event.pages_used)
         elif record := self.requests.get(getattr(event, "request", "")):
             self._update(record, event)
 
+    def _count_pages(self, event: ev.Admitted | ev.Freed) -> None:
+        instance = self.instances[event.instance]
+        instance["pages"] += event.pages if isinstance(event, ev.Admitted) else -event.pages
+        instance["pages_peak"] = max(instance["pages_peak"], instance["pages"])
+
     def _update(self, record: RequestRecord, event: Event) -> None:
         match event:
+            case ev.Accepted():
+                record.prompt_ids = event.prompt_ids
             case ev.Routed():
                 record.routed, record.pipeline = event.t, event.pipeline
                 record.prefill, record.relay, record.main = event.prefill, event.relay, event.main
                 record.prompt_tokens, record.max_tokens = event.prompt_tokens, event.max_tokens
             case ev.Admitted():
                 record.admitted[event.instance] = event.t
+                record.hits[event.instance] = event.hit
+                record.hit_bytes[event.instance] = event.hit_bytes
             case ev.Freed():
                 record.freed[event.instance] = event.t
             case ev.PrefillStarted():
@@ -232,11 +259,13 @@ def violations(recorder: Recorder) -> list[str]:
             found.append(f"{r.id}: the stream is not contiguous and once")
         if r.max_tokens and len(r.ids) > r.max_tokens:
             found.append(f"{r.id}: {len(r.ids)} tokens, over its budget of {r.max_tokens}")
+        if r.finish_reason == "length" and len(r.ids) < r.max_tokens:
+            found.append(f"{r.id}: ended by length after {len(r.ids)} of {r.max_tokens} tokens")
         if r.legs is not None and sum(r.legs.values()) != r.ttft:
             found.append(f"{r.id}: the legs of its TTFT do not add up")
     for pool in recorder.pools:
-        if pool.pages_free != pool.pages:
-            found.append(f"{pool.instance}: {pool.pages - pool.pages_free} pages never came back")
+        if lost := pool.pages - pool.pages_free - pool.pages_cached:
+            found.append(f"{pool.instance}: {lost} pages never came back")
     return found
 
 
@@ -264,7 +293,7 @@ def request_json(r: RequestRecord, slo_ttft: Ns | None, slo_tpot: Ns | None) -> 
         "pipeline": r.pipeline,
         "instances": {"prefill": r.prefill, "relay": r.relay, "main": r.main},
         "prompt_tokens": r.prompt_tokens,
-        "cached_tokens": {"prefill": 0, "relay": 0, "main": 0},
+        "cached_tokens": r.cached,
         "output_tokens": len(r.ids),
         "output_ids": r.ids,
         "finish_reason": r.finish_reason,
@@ -278,9 +307,9 @@ def request_json(r: RequestRecord, slo_ttft: Ns | None, slo_tpot: Ns | None) -> 
         "token_times_s": [Seconds(t - r.sent) for t in r.times],
         "handoff": handoff,
         "wan_bytes": {"kv": r.kv_received.get(r.main or "", 0), "ids": 4 * r.handoff_ids},
-        "kv_bytes_skipped": 0,
+        "kv_bytes_skipped": r.hit_bytes.get(r.main or "", 0),
         "slo_met": slo_met(r, slo_ttft, slo_tpot),
-        "parity": None,
+        "parity": r.parity,
         "text": r.text,
         "detail": r.detail,
     }
@@ -336,8 +365,8 @@ def summary(
         "output_tps": _per_second(output, span),
         "tokens": {
             "prompt": sum(r.prompt_tokens for r in requests),
-            "cached_prefill": 0,
-            "cached_main": 0,
+            "cached_prefill": sum(r.cached["prefill"] for r in requests),
+            "cached_main": sum(r.cached["main"] for r in requests),
             "output": output,
             "by_role": {role: sources.count(letter) for role, letter in LETTER.items()},
         },
@@ -359,12 +388,25 @@ def summary(
             }
             for name, facts in recorder.instances.items()
         },
-        "parity": None,
+        "parity": _parity(requests),
         "invariants": {
-            "checked": 5 * len(requests) + len(recorder.pools),
+            "checked": 6 * len(requests) + len(recorder.pools),
             "violations": list(found),
         },
         "cost": None,
+    }
+
+
+def _parity(requests: Sequence[RequestRecord]) -> dict[str, int] | None:
+    """How many requests were judged, and how; None where nothing was."""
+    verdicts = [r.parity["verdict"] for r in requests if r.parity is not None]
+    if not verdicts:
+        return None
+    return {
+        "checked": len(verdicts),
+        "equal": verdicts.count("equal"),
+        "near_ties": verdicts.count("near_tie"),
+        "different": verdicts.count("different"),
     }
 
 

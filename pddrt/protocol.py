@@ -8,6 +8,7 @@ means.
     state      event                   next
     RECEIVING  KV whole and x0 known   DECODING   Decode
     RECEIVING  ... and MD was ready    HANDED     SendIds
+    RECEIVING  ... and x0 ends it      FINISHED
     DECODING   an id is made           DECODING
     DECODING   an id ends the answer   FINISHED
     DECODING   MD ready, no step runs  HANDED     SendIds
@@ -19,6 +20,7 @@ means.
     state      event                   next
     RECEIVING  KV whole, relayed       READY      Ready
     RECEIVING  KV whole and x0 known   DECODING   Decode
+    RECEIVING  ... and x0 ends it      FINISHED
     READY      the last ids            DECODING   Decode
     DECODING   an id is made           DECODING
     DECODING   an id ends the answer   FINISHED
@@ -27,14 +29,15 @@ Any state may be left for CLOSED from outside (cancel, deadline, the gateway's c
 leads out of HANDED, FINISHED or CLOSED. One-shot handoff: MD's first step extends over all ids the
 relay made, x0 included, and yields the next.
 
-Mistakes of the peer (a range twice, ids that do not join) raise BadFrame; the shell fails that
-request. Mistakes of our own are asserts.
+Mistakes of the peer (a field of the wrong type, a range twice, ids that do not join) raise
+BadFrame; the shell fails that request. Mistakes of our own are asserts.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -42,7 +45,129 @@ from typing import Any
 import xxhash
 
 from pddrt.errors import BadFrame
+from pddrt.frames import Frame
 from pddrt.types import FinishReason, KVLayout, Sampling
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _name_or_none(value: Any) -> bool:
+    return value is None or type(value) is str
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32
+
+
+def _letter(value: Any) -> bool:
+    return value in ("P", "R", "M")
+
+
+def _reason(value: Any) -> bool:
+    return value in ("stop", "length", "rejected", "aborted")
+
+
+def _sampling(value: Any) -> bool:
+    if type(value) is not list or len(value) != 4:
+        return False
+    temperature, top_k, top_p, seed = value
+    numbers = all(type(v) in (int, float) and math.isfinite(v) for v in (temperature, top_p))
+    return numbers and temperature >= 0 and 0 < top_p <= 1 and _count(top_k) and _count(seed)
+
+
+def _layout(value: Any) -> bool:
+    return type(value) is list and [type(v) for v in value] == [str, int, int, int, str]
+
+
+MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    # between any two
+    "open": {"purpose": _text},
+    "hello": {
+        "role": _text,
+        "kv_tokens": _count,
+        "page_tokens": _positive,
+        "caching": _flag,
+        "max_context": _count,
+        "bytes_per_token": _positive,
+    },
+    # client and gateway
+    "submit": {
+        "request": _text,
+        "text": _text,
+        "system": _text,
+        "answer": _name_or_none,
+        "raw": _flag,
+        "max_tokens": _positive,
+        "sampling": _sampling,
+    },
+    "cancel": {"request": _text},
+    "accepted": {"request": _text},
+    "answer": {"request": _text, "start": _count, "source": _letter, "text": _text},
+    "end": {"request": _text, "reason": _reason, "detail": _text},
+    # gateway and instances
+    "prefill": {
+        "request": _text,
+        "relay": _name_or_none,
+        "main": _text,
+        "max_tokens": _positive,
+        "sampling": _sampling,
+        "lease_ns": _count,
+    },
+    "close": {"request": _text, "answered": _flag},
+    "learn": {"request": _text, "prompt_tokens": _count},
+    "failed": {"request": _text, "detail": _text},
+    "tokens": {"request": _text, "start": _count, "source": _letter},
+    # prefill and decoders; `whole` goes to the gateway too, without an epoch
+    "offer": {
+        "request": _text,
+        "epoch": _count,
+        "layout": _layout,
+        "digest": _text,
+        "max_tokens": _positive,
+        "sampling": _sampling,
+        "gateway": _text,
+        "relay": _name_or_none,
+        "main": _text,
+    },
+    "admit": {"request": _text, "epoch": _count, "have": _count},
+    "refuse": {"request": _text, "epoch": _count, "reason": _text},
+    "kv": {"request": _text, "epoch": _count, "start": _count, "end": _count},
+    "first": {"request": _text, "epoch": _count, "position": _count, "id": _token},
+    "withdraw": {"request": _text, "epoch": _count},
+    "whole": {"request": _text},
+    # relay and main
+    "ready": {"request": _text},
+    "ids": {"request": _text, "start": _count, "last": _flag},
+}
+"""Every kind of frame, and what its fields must be. Ids and KV travel as payload."""
+
+
+def check_fields(frame: Frame) -> None:
+    """Raises BadFrame where a field is missing or is not what MESSAGES says; the frame is one of
+    them.
+    """
+    for name, valid in MESSAGES[frame.kind].items():
+        if not valid(frame[name]):
+            raise BadFrame(f"frame {frame.kind!r} has {name} {frame[name]!r:.80}")
+
+
+# -- what a request is, and where it ends ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +280,7 @@ class KVAssembly:
                 rest = [(low, start), (end, high)]
                 self._missing[at : at + 1] = [r for r in rest if r[0] < r[1]]
                 return
-        if start != end:
+        if not 0 <= start == end <= self.length:
             raise BadFrame(f"KV of [{start}, {end}) is outside [0, {self.length}) or came twice")
 
 
@@ -218,6 +343,14 @@ class _Side:
         if not self.final:
             self.state = State.CLOSED
 
+    def _decode(self) -> list[Action]:
+        """The KV is whole and x0 known: on from there, unless x0 is all there is."""
+        if finish(self.limits, self.limits.prompt_len, self.ids[0]):
+            self.state = State.FINISHED
+            return []
+        self.state = State.DECODING
+        return [Decode(tuple(self.ids))]
+
     def _book(self, token: int) -> FinishReason | None:
         self.ids.append(token)
         reason = finish(self.limits, self.limits.prompt_len + len(self.ids) - 1, token)
@@ -249,10 +382,8 @@ class RelaySide(_Side):
     def _start(self) -> list[Action]:
         if not self.kv.whole or not self.ids:
             return []
-        if self.main_is_ready:
-            return self._hand_over()
-        self.state = State.DECODING
-        return [Decode(tuple(self.ids))]
+        actions = self._decode()
+        return self._hand_over() if self.main_is_ready and actions else actions
 
     def on_main_ready(self, in_step: bool) -> list[Action]:
         if self.main_is_ready:
@@ -300,10 +431,7 @@ class MainSide(_Side):
         if self.relayed:
             self.state = State.READY
             return [Ready()]
-        if not self.ids:
-            return []
-        self.state = State.DECODING
-        return [Decode(tuple(self.ids))]
+        return self._decode() if self.ids else []
 
     def on_ids(self, start: int, ids: Sequence[int], last: bool) -> list[Action]:
         """Ids from the relay; nothing is decoded before the KV is whole."""
@@ -314,11 +442,10 @@ class MainSide(_Side):
                 f"{len(ids)} ids from {start}; expected some from "
                 f"{self.limits.prompt_len + len(self.ids)}"
             )
+        if any(finish(self.limits, position, token) for position, token in enumerate(ids, start)):
+            raise BadFrame(f"{len(ids)} ids from {start} go past the end of the answer")
         self.ids.extend(ids)
-        if not last:
-            return []
-        self.state = State.DECODING
-        return [Decode(tuple(self.ids))]
+        return self._decode() if last else []
 
     def on_token(self, token: int) -> FinishReason | None:
         assert self.state is State.DECODING, self.state

@@ -37,12 +37,13 @@ from pddrt.kv.pages import PoolCorrupt
 from pddrt.metrics import SCHEMA, Recorder, request_json, spread, summary, violations
 from pddrt.netem.net import Net, Topology
 from pddrt.policy.route import Naive, Pdd, Policy
+from pddrt.prompts import Framing
 from pddrt.roles.node import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
 from pddrt.simloop import SimLoop
 from pddrt.trace import Event, RunStarted, Seconds, Trace, dumps
-from pddrt.types import LETTER, MS, SECOND, Ns
-from pddrt.workload import Session, plan, plan_one
+from pddrt.types import MS, SECOND, Ns
+from pddrt.workload import Session, Turn, plan, plan_one
 
 INTERRUPT_TIME: Ns = 5 * SECOND
 """How long a gentle end may take after the first SIGINT."""
@@ -74,9 +75,16 @@ class Run:
     """One run of one scenario: `prepare`, perhaps `listen`, then `execute`."""
 
     def __init__(
-        self, scenario: Scenario, *, out: Path | None = None, prompt: str | None = None
+        self,
+        scenario: Scenario,
+        *,
+        out: Path | None = None,
+        prompt: str | None = None,
+        verify: bool = False,
     ) -> None:
+        """`verify`: after the run, every answer is judged by the token oracle (`pddrt.verify`)."""
         self.scenario = scenario
+        self._verifies = verify
         self.instances = scenario.resolved(_cores())
         self._prompt = prompt
         self.folder = _folder(out, scenario.name)
@@ -94,14 +102,6 @@ class Run:
     @property
     def expected_requests(self) -> int:
         return sum(len(s.turns) for s in self._sessions)
-
-    @property
-    def sites_by_letter(self) -> dict[str, str]:
-        """Site of P, R and M; several sites of a role joined by commas."""
-        sites: dict[str, dict[str, None]] = {}
-        for instance in self.instances:
-            sites.setdefault(LETTER[instance.role], {})[instance.site] = None
-        return {letter: ", ".join(of) for letter, of in sites.items()}
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         self._listeners.append(listener)
@@ -125,7 +125,27 @@ class Run:
         workload = self.scenario.workload
         if self._prompt is not None:
             return plan_one(self._prompt, workload.output_tokens)
-        return plan(workload, self.scenario.seed, lambda text: len(self.tokenizer.encode(text)))
+        tokenizer = self.tokenizer
+
+        def count(text: str) -> int:
+            return len(tokenizer.encode_within(text))
+
+        def follow_up(text: str) -> list[int]:
+            return tokenizer.follow_up(text, after_eos=False)
+
+        special = frozenset(tokenizer.special_ids)
+        return plan(
+            workload,
+            self.scenario.seed,
+            count,
+            framing=Framing.of(
+                tokenizer.chat,
+                follow_up,
+                count,
+                system=getattr(workload, "system", None) is not None,
+            ),
+            vocabulary=[i for i in range(tokenizer.vocab_size) if i not in special],
+        )
 
     def _model(self, instance: ResolvedInstance) -> LoadedModel:
         return self._models[instance.dtype, instance.device]
@@ -140,14 +160,27 @@ class Run:
             num_pages=slots // instance.page_tokens,
             chunk_tokens=instance.chunk_tokens,
             max_batch=instance.max_batch,
+            caching=instance.role != "main" or self.scenario.pipeline.drc == "on",
+            main_caching=self.scenario.pipeline.drc == "on",
         )
 
+    def _prompt_tokens(self, session: Session, turn: Turn) -> int:
+        """Exact for what is known before the run, else what the plan expects (answers in full)."""
+        if turn.ids is not None:
+            return len(turn.ids)
+        if turn is not session.turns[0] and turn.expected is not None:
+            return turn.expected.prompt_tokens
+        system = [{"role": "system", "content": session.system}] if session.system else []
+        user = {"role": "user", "content": turn.text}
+        return len(self.tokenizer.chat([*system, user])) if turn.text else 0
+
     def _check_prompts(self) -> None:
-        """Refuses what could never be served, judged by the longest first prompt of the
-        workload.
-        """
-        turns = [session.turns[0] for session in self._sessions]
-        sizes = [(len(self.tokenizer.chat(t.text)) if t.text else 0, t.max_tokens) for t in turns]
+        """Refuses what could never be served, judged by the longest request of the workload."""
+        sizes = [
+            (self._prompt_tokens(s, turn), turn.max_tokens)
+            for s in self._sessions
+            for turn in s.turns
+        ]
         prompt, answer = max(sizes, key=sum)
         where = self.scenario.where("workload") + ": workload"
         if self._prompt is not None:
@@ -177,27 +210,41 @@ class Run:
 
     # -- the run -----------------------------------------------------------------------------------
 
-    def execute(self) -> Result:
-        """Runs to the end (or to Ctrl-C) and writes the folder. Raises CannotRun where it cannot
-        start.
+    def execute(self, progress: Progress | None = None) -> Result:
+        """Runs to the end (or to Ctrl-C) and writes the folder. `progress` hears of what follows
+        the run (verifying). Raises CannotRun where it cannot start, or the folder cannot be
+        written.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "scenario.yaml").write_text(
-                self.scenario.dump(_cores()), encoding="utf-8"
-            )
-        except OSError as error:
-            raise CannotRun(
-                f"cannot write the run folder {self.folder}: {error.strerror}"
-            ) from None
-        watch = Stopwatch()
-        with open(self.folder / "events.jsonl", "w", encoding="utf-8") as file:
+        with _signals_to(self._interrupt):
+            with _writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in ("requests.jsonl", "summary.json"):
+                    (self.folder / old).unlink(missing_ok=True)
+                (self.folder / "scenario.yaml").write_text(
+                    self.scenario.dump(_cores()), encoding="utf-8"
+                )
+                file = open(self.folder / "events.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+            watch = Stopwatch()
             self.trace = Trace(file)
-            for listener in self._listeners:
+            for listener in (*self._listeners, self._stop_if_unsaved):
                 self.trace.listen(listener)
-            with asyncio.Runner(loop_factory=self._new_loop) as runner:
-                runner.run(self._main())
-        return self._save(watch.elapsed())
+            try:
+                with asyncio.Runner(loop_factory=self._new_loop) as runner:
+                    runner.run(self._main())
+            finally:
+                with _writing(self.folder), file:
+                    if self.trace.error is not None:
+                        raise self.trace.error
+            wall = watch.elapsed()
+        if self._verifies and not self._interrupted:
+            self._verify(progress)
+        with _signals_to(self._interrupt), _writing(self.folder):
+            return self._save(wall)
+
+    def _stop_if_unsaved(self, event: Event) -> None:
+        """A run whose events cannot be kept is not worth going on with."""
+        if self.trace.error is not None and not self._interrupted:
+            self._interrupt()
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         if self.scenario.clock == "virtual":
@@ -217,8 +264,7 @@ class Run:
         lag = LagMeter(env) if isinstance(env, WallEnv) else None
         metering = asyncio.ensure_future(lag.run()) if lag else None
         try:
-            with _signals_to(self._interrupt):
-                await self._play(env, deployment)
+            await self._play(env, deployment)
         except (RunFailed, PoolCorrupt) as error:
             self._failure = str(error)
         finally:
@@ -237,8 +283,11 @@ class Run:
             deployment.client.stop()
             env.call_at(env.now() + INTERRUPT_TIME, working.cancel)
 
+        self._loop = asyncio.get_running_loop()
         working = asyncio.ensure_future(work())
         self._stops = [working.cancel, stop]
+        if self._interrupted:
+            self._interrupt()
         try:
             await env.run_or_fail(working)
         except asyncio.CancelledError:
@@ -246,10 +295,12 @@ class Run:
                 raise
 
     def _interrupt(self) -> None:
-        """A signal: the first ends the run gently, the second at once."""
+        """A signal: the first ends the run gently, the second at once. May come at any moment:
+        before the loop runs, between any two instructions of it, after it.
+        """
         self._interrupted = True
         if self._stops:
-            self._stops.pop()()
+            self._loop.call_soon_threadsafe(self._stops.pop())
 
     def _deploy(self, env: Env, net: Net, topology: Topology) -> Deployment:
         scenario = self.scenario
@@ -286,6 +337,31 @@ class Run:
         )
 
     # -- after -------------------------------------------------------------------------------------
+
+    def _verify(self, progress: Progress | None) -> None:
+        """Judges every answer, now that nothing is timed any more. A signal leaves out the rest."""
+        from pddrt.engine.reference import Reference
+        from pddrt.verify import verify
+
+        passes = {
+            dtype: Reference(model.module, threads=_cores())
+            for (dtype, _), model in self._models.items()
+        }
+        dtypes = {instance.name: instance.dtype for instance in self.instances}
+        requests = self.recorder.requests.values()
+        found = ""
+
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        try:
+            with _signals_to(stop):
+                found = verify(requests, dtypes, passes.__getitem__, progress)
+        except CannotRun as error:
+            found = f"not every request could be verified: {error}"
+        except KeyboardInterrupt:
+            self._interrupted = True
+        self._failure = "; ".join(filter(None, (self._failure, found)))
 
     def _save(self, wall: Ns) -> Result:
         slo = self.scenario.slo
@@ -341,26 +417,22 @@ class Run:
 
 @contextlib.contextmanager
 def _signals_to(callback: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `callback` in the running loop, between two of its callbacks.
-
-    A virtual loop has no signals of its own: there Python runs the handler between two
-    instructions.
-    """
-    loop = asyncio.get_running_loop()
+    """Inside, SIGINT and SIGTERM call `callback`, between any two instructions of this thread."""
     signals = (signal.SIGINT, signal.SIGTERM)
-    if isinstance(loop, SimLoop):
-        previous = [signal.signal(s, lambda *_: loop.call_soon(callback)) for s in signals]
-    else:
-        for s in signals:
-            loop.add_signal_handler(s, callback)
+    previous = [signal.signal(s, lambda *_: callback()) for s in signals]
     try:
         yield
     finally:
-        for number, s in enumerate(signals):
-            if isinstance(loop, SimLoop):
-                signal.signal(s, previous[number])
-            else:
-                loop.remove_signal_handler(s)
+        for s, handler in zip(signals, previous, strict=True):
+            signal.signal(s, handler)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotRun(f"cannot write the run folder {folder}: {error.strerror}") from None
 
 
 def _cores() -> int:
@@ -376,9 +448,14 @@ def _folder(out: Path | None, name: str) -> Path:
         while folder.exists():
             folder, number = base.with_name(f"{base.name}-{number}"), number + 1
         return folder
-    if out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out}: is not a folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / "scenario.yaml").exists():
+    try:
+        there = next(p for p in (out, *out.parents) if p.exists())
+        taken = there == out and out.is_dir() and any(out.iterdir())
+    except OSError as error:
+        raise BadInput(f"--out {out}: {error.strerror}") from None
+    if not there.is_dir():
+        raise BadInput(f"--out {out}: found a file, {there}; allowed: a folder")
+    if taken and not (out / "scenario.yaml").exists():
         raise BadInput(
             f"--out {out}: found something that is not a run; allowed: a new or empty folder, "
             f"or that of an older run"

@@ -9,10 +9,10 @@ id is a decode, several on top of existing KV an extend, several of the prompt a
 There is no other difference between the roles' steps, which is why one scheduler serves them all.
 
 Order within a step: single decodes (never delayed by prompts), then extends (somebody waits at a
-handoff), then prompts in order of arrival; up to `max_batch` sequences a step. `chunk_tokens`
-bounds what prompts add to a step: a decode always fits, and an extend is never cut, since a
-one-shot handoff is by definition one pass (what it costs the others in the batch is the point of
-comparing it with smaller pieces).
+handoff), then prompts in order of arrival; up to `max_batch` sequences a step; what runs in the
+background only when nothing else can. `chunk_tokens` bounds what prompts add to a step: a decode
+always fits, and an extend is never cut, since a one-shot handoff is by definition one pass (what it
+costs the others in the batch is the point of comparing it with smaller pieces).
 
 `Admission` decides who gets pages, first come first served: a request that does not fit may be
 overtaken by smaller ones behind it, but only `MAX_OVERTAKEN` times, so that it is never starved.
@@ -33,16 +33,18 @@ class SequenceState:
     """One request on one instance: `ids` known so far, prompt and answer; KV there for [0,
     computed).
 
-    Not `active`: holds its pages, but is not stepped (its KV is still arriving, or it is frozen for
-    a handoff). `in_step`: a step that is running now computes for it.
+    Not `active`: holds its pages, but is not stepped. `background`: nobody waits for it, it is
+    stepped when nothing else is. `in_step`: a step that is running now computes for it. `sampling`
+    None: no id is ever drawn.
     """
 
     request: str
     ids: list[int]
     computed: int
     prompt_len: int
-    sampling: Sampling
+    sampling: Sampling | None
     active: bool = True
+    background: bool = False
     in_step: bool = False
 
     @property
@@ -100,6 +102,7 @@ class Scheduler:
         step.
         """
         ready = [s for s in self.sequences.values() if s.active and s.pending > 0]
+        ready = [s for s in ready if not s.background] or ready
         ready.sort(key=_urgency)  # stable: arrival order within a kind
         room, spans, counts = self.chunk_tokens, [], [0, 0, 0]
         for sequence in ready[: self.max_batch]:
@@ -147,22 +150,21 @@ def _urgency(sequence: SequenceState) -> int:
 @dataclass(slots=True)
 class _Waiting:
     request: str
-    pages: int
     overtaken: int = 0
 
 
 class Admission:
-    """Who waits for pages. `try_allocate(request, pages) -> bool` takes them from the pool."""
+    """Who waits for memory. `reserve(request) -> bool` takes it, or nothing."""
 
-    def __init__(self, try_allocate: Callable[[str, int], bool]) -> None:
-        self._try_allocate = try_allocate
+    def __init__(self, reserve: Callable[[str], bool]) -> None:
+        self._reserve = reserve
         self._queue: list[_Waiting] = []
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, request: str, pages: int) -> None:
-        self._queue.append(_Waiting(request, pages))
+    def add(self, request: str) -> None:
+        self._queue.append(_Waiting(request))
 
     def drop(self, request: str) -> bool:
         """Takes a waiting request out; False if it was not waiting."""
@@ -174,14 +176,17 @@ class Admission:
         """Those that got their pages now, in order."""
         admitted: list[str] = []
         blocked: list[_Waiting] = []
+        most = 0  # that one of those blocked was overtaken
         for position, waiting in enumerate(self._queue):
-            if self._try_allocate(waiting.request, waiting.pages):
+            if self._reserve(waiting.request):
                 admitted.append(waiting.request)
                 for earlier in blocked:
                     earlier.overtaken += 1
+                most += bool(blocked)
             else:
                 blocked.append(waiting)
-            if any(w.overtaken >= MAX_OVERTAKEN for w in blocked):
+                most = max(most, waiting.overtaken)
+            if most >= MAX_OVERTAKEN:
                 blocked.extend(self._queue[position + 1 :])
                 break
         self._queue = blocked

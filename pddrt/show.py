@@ -1,296 +1,344 @@
-"""What a run shows on the terminal: texts as they come, then one table. Reads events and the
-summary; measures nothing.
+"""What a run looks like: who the makers are, an answer's head, bar and foot, and the final numbers.
 
-Requests run side by side, but a text is read one at a time: one request is in the spotlight and
-streams token by token; what the others get meanwhile is kept and shown when their turn comes. Who
-made a token is its colour (P yellow, R cyan, M green) on a terminal, and a mark where the maker
-changes (`[P]`, `[R]`, `[M]`) anywhere else.
+Pure functions from records and summaries to rich renderables; `live` puts them on the screen. The
+maker of a token has a letter and a colour, the same everywhere: P, R and M. Colours are of middle
+brightness, so that they can be read on a dark terminal and on a light one; nothing is said by
+colour alone.
+
+What comes from a model, a prompt or a peer passes through `clean` before it is shown: it may hold
+anything, escape sequences and rich's own markup too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from pddrt import trace as ev
 from pddrt.metrics import LEGS, Recorder, RequestRecord
-from pddrt.trace import Event, Seconds
-from pddrt.types import SECOND, Ns
+from pddrt.scenario import ResolvedInstance, Scenario
+from pddrt.trace import Routed, Seconds
+from pddrt.types import LETTER, Ns
+from pddrt.units import format_duration, format_rate, format_size
 
-STYLE = {"P": "yellow", "R": "cyan", "M": "green"}
-WHERE = {"P": "prefill, site {}", "R": "relay decode, site {}", "M": "main decode, site {}"}
-BAR = 64
-MAX_TEXTS = 12
-"""Beyond that many requests only the first texts are shown; all are in requests.jsonl."""
-SHOWN_OF_MANY = 3
+STYLE = {"P": "color(166)", "R": "color(32)", "M": "color(28)"}
+MAX_BAR = 100
+MAX_ROWS = 24
+"""Up to so many requests the final numbers have a row for each."""
+
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but not tab and newline
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
+    "\u2028\u2029\ufeff\ud800-\udfff\U000e0000-\U000e007f]"  # line ends, marks, halves, tags
+)
 
 
-def seconds(ns: Ns | Seconds | None) -> str:
-    """A time for the eye: three significant digits, in s or ms."""
+def coloured(console: Console) -> bool:
+    """Whether makers are told by colours, rather than by marks alone."""
+    return console.color_system is not None and not console.no_color
+
+
+def clean(text: str) -> str:
+    """`text` without anything that a terminal would obey instead of showing it, but tabs and
+    newlines. Controls become their pictures (ESC: U+241B), the rest its escape.
+    """
+
+    def picture(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        if code < 0x20 or code == 0x7F:
+            return chr(0x2400 + code if code < 0x20 else 0x2421)
+        return match[0].encode("unicode_escape").decode()
+
+    return _COMMANDS.sub(picture, text.replace("\r\n", "\n"))
+
+
+def one_line(text: str, width: int) -> Text:
+    """The beginning of `text`, white space run together, in at most `width` cells."""
+    line = Text(clean(" ".join(text[: 8 * width].split())), no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def duration(ns: Ns | Seconds | None) -> str:
+    """For the eye: three digits."""
     if ns is None:
         return "-"
-    value = (ns.ns if isinstance(ns, Seconds) else ns) / SECOND
-    if value >= 100:
-        return f"{value:,.0f} s"
-    if value >= 1:
-        return f"{value:.2f} s"
-    if value >= 0.1:
-        return f"{value * 1000:.0f} ms"
-    return f"{value * 1000:.3g} ms"
+    value = ns.ns if isinstance(ns, Seconds) else ns
+    return format_duration(value, 3) if value else "0"
 
 
-def amount(count: int) -> str:
-    """Bytes for the eye."""
-    power = 0
-    while count >= 1000 ** (power + 1) and power < 4:
-        power += 1
-    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+def size(count: int) -> str:
+    return format_size(count, 3)
 
 
-class LiveText:
-    """Shows the answers as the client gets them. Listens to the trace, after the recorder."""
-
-    def __init__(self, console: Console, recorder: Recorder, expected: int) -> None:
-        self._console = console
-        self._recorder = recorder
-        self._limit = expected if expected <= MAX_TEXTS else SHOWN_OF_MANY
-        self._colour = console.color_system is not None
-        self._waiting: dict[str, list[ev.TokensReceived]] = {}
-        self._ended: set[str] = set()
-        self._spotlight: str | None = None
-        self._source = ""
-        self._shown = 0
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, ev.TokensReceived):
-            if event.request == self._spotlight:
-                self._write(event)
-            else:
-                self._waiting.setdefault(event.request, []).append(event)
-                self._next()
-        elif isinstance(event, ev.Finished):
-            if event.request == self._spotlight:
-                self._end()
-            else:
-                self._waiting.setdefault(event.request, [])
-                self._ended.add(event.request)
-            self._next()
-
-    def _next(self) -> None:
-        """While the spotlight is free, gives it to the next request that has something to show."""
-        while self._spotlight is None and self._waiting and self._shown < self._limit:
-            request = next(iter(self._waiting))
-            self._shown += 1
-            self._spotlight, self._source = request, ""
-            self._header(self._recorder.requests[request])
-            for event in self._waiting.pop(request):
-                self._write(event)
-            if request in self._ended:
-                self._end()
-
-    def _end(self) -> None:
-        assert self._spotlight is not None
-        self._footer(self._recorder.requests[self._spotlight])
-        self._spotlight = None
-
-    def _header(self, record: RequestRecord) -> None:
-        path = " > ".join(n for n in (record.prefill, record.relay, record.main) if n)
-        title = f"{record.id}  {record.pipeline or 'not routed'}  {path}"
-        title += f"  {record.prompt_tokens:,} prompt tokens"
-        self._console.print(Text(title, style="bold"), soft_wrap=True)
-        prompt = " ".join(record.prompt.split())
-        width = max(40, min(self._console.width, 120)) - 4
-        self._console.print(
-            Text("> " + (prompt[:width] + " ..." if len(prompt) > width else prompt), "dim"),
-            soft_wrap=True,
-        )
-
-    def _write(self, event: ev.TokensReceived) -> None:
-        if not self._colour and event.source != self._source:
-            self._console.out(f"[{event.source}]", end="")
-        self._source = event.source
-        if event.text:
-            self._console.print(
-                Text(event.text, STYLE.get(event.source, "")), end="", soft_wrap=True
-            )
-
-    def _footer(self, record: RequestRecord) -> None:
-        self._console.print()
-        if record.finish_reason in ("rejected", "aborted"):
-            self._console.print(
-                Text(f"{record.finish_reason}: {record.detail}", "red"), soft_wrap=True
-            )
-        counts = "  ".join(f"{s} {record.sources.count(s)}" for s in "PRM" if s in record.sources)
-        line = Text.assemble(bar(record.sources), f"  {counts}  TTFT {seconds(record.ttft)}")
-        if record.gap is not None:
-            line.append(f"  gap at the switch {seconds(record.gap)}")
-        self._console.print(line, soft_wrap=True)
-        self._console.print()
-
-    def close(self) -> None:
-        """After the run: what was still in the spotlight ends its line; what was not shown is
-        named.
-        """
-        if self._spotlight is not None:
-            self._end()
-        hidden = len(self._recorder.requests) - self._shown
-        if hidden > 0 and self._shown:
-            self._console.print(f"(and {hidden} more requests, in requests.jsonl)")
-            self._console.print()
+def many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def bar(sources: str) -> Text:
-    """The answer as a bar of letters, one for each token or, beyond BAR tokens, for each equal
-    share of them.
+# -- before: who is who ----------------------------------------------------------------------------
 
-    A maker with any token at all keeps at least one letter, so that a single P is never lost.
-    """
-    if len(sources) <= BAR:
-        letters = sources
+
+def intro(
+    scenario: Scenario, instances: Sequence[ResolvedInstance], requests: int, colour: bool
+) -> Iterator[Text | Table]:
+    """What is about to run, which mark means whom, and what lies between the sites."""
+    yield Text.assemble(
+        (scenario.name, "bold"),
+        f": {many(requests, 'request')} to {clean(scenario.model)} in {scenario.dtype}, "
+        f"policy {scenario.pipeline.policy}, {scenario.clock} clock",
+    )
+    table = Table.grid(padding=(0, 2, 0, 0))
+    main_sites = _joined(i.site for i in instances if i.role == "main")
+    does = {
+        "prefill": "computes the KV cache and the first token",
+        "relay": f"answers while the KV goes to site {main_sites}",
+        "main": "makes the rest once it holds the KV",
+    }
+    for role, letter in LETTER.items():
+        of = [i for i in instances if i.role == role]
+        if of and not (role == "relay" and scenario.pipeline.policy == "naive"):
+            names, sites = _joined(i.name for i in of), _joined(i.site for i in of)
+            style = STYLE[letter]
+            table.add_row(
+                mark(letter, colour), Text(role, style), Text(names, style),
+                Text(f"site {sites}", style), does[role],
+            )  # fmt: skip
+    for name, link in scenario.links.items():
+        facts = [format_rate(link.rate) if link.rate is not None else "no limit of rate"]
+        facts += [format_duration(link.delay)] if link.delay else []
+        facts += [f"jitter {format_duration(link.jitter)}"] if link.jitter else []
+        table.add_row("", "link", name, "-".join(link.between), ", ".join(facts))
+    yield table
+    yield Text()
+
+
+def _joined(names: Iterable[str]) -> str:
+    """Distinct names, the middle ones left out where there are many."""
+    unique = list(dict.fromkeys(names))
+    return ", ".join(unique) if len(unique) <= 3 else f"{unique[0]} ... {unique[-1]}"
+
+
+def mark(letter: str, colour: bool) -> Text:
+    """What stands before the first token of a maker."""
+    if colour:
+        return Text(f" {letter} ", f"bold reverse {STYLE.get(letter, '')}")
+    return Text(f"[{letter}]")
+
+
+# -- an answer -------------------------------------------------------------------------------------
+
+
+def head(record: RequestRecord, routed: Routed | None, width: int) -> Iterator[Text]:
+    """Which request this is, the way it goes and why, and the beginning of its prompt."""
+    if routed is None:
+        yield Text.assemble((record.id, "bold"), "  not routed")
     else:
-        groups = [(s, sources.count(s)) for s in dict.fromkeys(sources)]
-        sizes = [max(1, n * BAR // len(sources)) for _, n in groups]
-        sizes[sizes.index(max(sizes))] += BAR - sum(sizes)
-        letters = "".join(s * n for (s, _), n in zip(groups, sizes, strict=True))
-    text = Text()
-    for letter in letters:
-        text.append(letter, STYLE.get(letter, ""))
+        path = " > ".join(n for n in (routed.prefill, routed.relay, routed.main) if n)
+        prompt = many(routed.prompt_tokens, "prompt token")
+        yield Text.assemble((f"{record.id}  {routed.pipeline}  {path}", "bold"), f"  {prompt}")
+        yield Text(_why(routed))
+    yield Text.assemble("> ", one_line(record.prompt, max(20, width - 2)), style="italic")
+
+
+def _why(routed: Routed) -> str:
+    wan, by = routed.wan_estimate_ns, routed.relay
+    if wan is None:
+        return f"no KV can reach {routed.main} for now" + (f", so {by} answers first" if by else "")
+    expected = f"its KV should take {duration(wan)} to reach {routed.main}"
+    return f"{expected}, so {by} answers first" if by else expected
+
+
+def bar(sources: str, width: int, colour: bool) -> Text:
+    """The answer as a bar: a cell for each token or, beyond `width`, for an equal share of them.
+
+    Where makers share a cell it shows the one with the fewest tokens, so that a single P is never
+    lost. In colour, solid runs that carry their letter and count; else letters.
+    """
+    count = {s: sources.count(s) for s in dict.fromkeys(sources)}
+    cells = min(len(sources), width, MAX_BAR)
+    shares = (sources[c * len(sources) // cells : (c + 1) * len(sources) // cells]
+              for c in range(cells))  # fmt: skip
+    letters = "".join(min(dict.fromkeys(share), key=lambda s: count[s]) for share in shares)
+    runs = ["".join(run) for _, run in groupby(letters)]
+    text = Text(no_wrap=True)
+    for run in runs:
+        letter, shown = run[0], run
+        if colour:
+            once = sum(r[0] == letter for r in runs) == 1
+            label = f" {letter} {count[letter]}" if once else f" {letter}"
+            shown = (label if len(label) < len(run) else letter).ljust(len(run))
+        style = f"{'bold reverse ' if colour else ''}{STYLE.get(letter, '')}"
+        text.append(shown, style)
     return text
 
 
-def legend(console: Console, sites: Mapping[str, str]) -> None:
-    """Which colour or mark means which datacenter; `sites` by letter."""
-    line = Text("tokens by maker: ")
-    for letter, site in sites.items():
-        line.append(f"{letter} ", "bold " + STYLE[letter])
-        line.append(f"= {WHERE[letter].format(site)}   ", STYLE[letter])
-    console.print(line, soft_wrap=True)
-    console.print()
+def foot(record: RequestRecord, width: int, colour: bool) -> Iterator[Text]:
+    """How the answer came about: its makers, its latencies, its handoff."""
+    if record.finish_reason in ("rejected", "aborted"):
+        yield Text(f"{record.finish_reason}: {clean(record.detail)}", "bold red")
+    elif record.finish_reason is None:
+        yield Text("not ended", "bold red")
+    if not record.sources:
+        return
+    yield bar(record.sources, width, colour)
+    makers = " + ".join(
+        f"{s} {record.sources.count(s):,}" for s in LETTER.values() if s in record.sources
+    )
+    facts = [f"{makers} tokens", f"TTFT {duration(record.ttft)}"]
+    if record.tpot is not None:
+        facts.append(f"TPOT {duration(record.tpot)}")
+    yield Text(", ".join(facts))
+    if handoff := _handoff(record):
+        yield Text(handoff)
 
 
-def results(console: Console, summary: Mapping[str, Any], recorder: Recorder) -> None:
-    """The final tables: requests (when few), pipelines, legs of TTFT, tokens, links."""
-    if len(recorder.requests) <= 24:
-        _print(console, _request_table(recorder))
-    _print(console, _pipeline_table(summary))
-    tokens, roles = summary["tokens"], summary["tokens"]["by_role"]
-    total = max(1, tokens["output"])
-    shares = ", ".join(f"{r} {n:,} ({100 * n / total:.1f} %)" for r, n in roles.items())
-    console.print(
-        f"tokens     {tokens['prompt']:,} prompt, {tokens['output']:,} output: {shares}",
-        soft_wrap=True,
+def _handoff(record: RequestRecord) -> str:
+    """When the main decoder had the KV, and what the relay handed to it."""
+    main = record.main or ""
+    if main not in record.whole:
+        return f"ended before its KV was at {main}" if record.relay and record.finish_reason else ""
+    kv = size(record.kv_received.get(main, 0))
+    arrived = f"{kv} of KV were at {main} after {duration(record.whole[main] - record.sent)}"
+    if record.gap is None:
+        return arrived
+    ids = f"{many(record.handoff_ids, 'id')} handed over"
+    return f"{arrived}; {ids}, gap {duration(record.gap)}"
+
+
+# -- after: the numbers ----------------------------------------------------------------------------
+
+
+def results(summary: Mapping[str, Any], recorder: Recorder, width: int) -> Iterator[Text | Table]:
+    """Requests (when few), pipelines with the legs of TTFT, tokens, links, and what went wrong."""
+    if recorder.requests and len(recorder.requests) <= MAX_ROWS:
+        yield _request_table(recorder, width)
+        yield Text()
+    if recorder.requests:
+        yield _pipeline_table(summary)
+        yield Text()
+    yield from _totals(summary)
+    for record in list(_lost(recorder))[:5]:
+        yield Text(f"{record.finish_reason or 'not ended'}: {record.id}: {clean(record.detail)}",
+                   "bold red")  # fmt: skip
+    for line in summary["invariants"]["violations"][:5]:
+        yield Text(f"violated: {clean(line)}", "bold red")
+    if line := late(summary):
+        yield Text(line, "bold")
+
+
+def _lost(recorder: Recorder) -> Iterator[RequestRecord]:
+    return (r for r in recorder.requests.values() if r.finish_reason not in ("stop", "length"))
+
+
+def _totals(summary: Mapping[str, Any]) -> Iterator[Table]:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    requests, tokens = summary["requests"], summary["tokens"]
+    ends = [f"{requests[k]:,} {k}" for k in ("finished", "rejected", "aborted") if requests[k]]
+    table.add_row(
+        "requests",
+        f"{requests['total']:,}: {', '.join(ends) or 'none ended'}; "
+        f"{many(tokens['prompt'], 'prompt token')}",
+    )
+    makers = [
+        f"{LETTER[role]} {n:,} ({100 * n / tokens['output']:.1f} %)"
+        for role, n in tokens["by_role"].items()
+        if n
+    ]
+    table.add_row(
+        "tokens", ": ".join([f"{tokens['output']:,}", *filter(None, [", ".join(makers)])])
     )
     for name, link in summary["links"].items():
-        console.print(
-            f"link {name:<6}{amount(link['bytes'])}: KV {amount(link['kv_bytes'])}, "
-            f"ids {amount(link['ids_bytes'])}; busy {100 * link['busy_fraction']:.0f} %, "
-            f"at most {link['peak_flows']} flows",
-            soft_wrap=True,
-        )
-    r = summary["requests"]
-    console.print(
-        f"requests   {r['total']}: {r['finished']} finished, {r['rejected']} rejected, "
-        f"{r['aborted']} aborted",
-        soft_wrap=True,
-    )
-    for line in summary["invariants"]["violations"]:
-        console.print(Text(f"violated: {line}", "bold red"), soft_wrap=True)
-
-
-def _print(console: Console, table: Table) -> None:
-    console.print(table)
-    console.print()
-
-
-def _request_table(recorder: Recorder) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("request", no_wrap=True)
-    table.add_column("pipeline", no_wrap=True)
-    for name in ("prompt", "P+R+M tokens", "TTFT", "TPOT", "gap", "ids"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("end", no_wrap=True)
-    for r in recorder.requests.values():
+        ids = f", ids {size(link['ids_bytes'])}" if link["ids_bytes"] else ""
         table.add_row(
-            r.id,
-            r.pipeline or "-",
-            f"{r.prompt_tokens:,}",
-            " + ".join(str(r.sources.count(s)) for s in "PRM"),
-            seconds(r.ttft),
-            seconds(r.tpot),
-            seconds(r.gap),
-            str(r.handoff_ids or "-"),
-            r.finish_reason or "-",
+            f"link {name}",
+            f"{size(link['bytes'])}: KV {size(link['kv_bytes'])}{ids}; "
+            f"busy {100 * link['busy_fraction']:.0f} %, at most {many(link['peak_flows'], 'flow')}",
         )
+    if parity := summary["parity"]:
+        verdicts = ("equal", "near_ties", "different")
+        facts = [f"{parity[k]:,} {k.replace('_', ' ')}" for k in verdicts if parity[k]]
+        table.add_row("verified", f"{parity['checked']:,}: {', '.join(facts)}")
+    yield table
+
+
+def late(summary: Mapping[str, Any]) -> str:
+    """One line where a wall-clock run could not keep its own times; else nothing."""
+    fidelity = summary["provenance"]["fidelity"]
+    if fidelity["verdict"] in ("ok", "exact"):
+        return ""
+    ways = [
+        (way["late_p99_s"].ns, way["late_max_s"].ns, f"link {name}, {ends.replace('>', ' to ')}")
+        for name, link in summary["links"].items()
+        for ends, way in link["directions"].items()
+    ]
+    p99, worst, where = max(ways)
+    return (
+        f"{fidelity['verdict']}: this machine was too busy; on {where}, data left "
+        f"{duration(p99)} late (p99; worst {duration(worst)}; allowed "
+        f"{duration(fidelity['limit_s'])}), so trust the times less"
+    )
+
+
+def _request_table(recorder: Recorder, width: int) -> Table:
+    """The columns that fit into `width`; the first to go are those that can be spared."""
+    columns: list[tuple[str, int, list[str]]] = [("request", 0, []), ("pipeline", 0, [])]
+    columns += [(name, spare, []) for name, spare in (
+        ("prompt", 2), ("P + R + M", 0), ("TTFT", 0), ("TPOT", 1), ("ids sent", 3), ("gap", 0),
+        ("end", 4),
+    )]  # fmt: skip
+    for r in recorder.requests.values():
+        row = [
+            r.id, r.pipeline or "-", f"{r.prompt_tokens:,}",
+            " + ".join(str(r.sources.count(s)) for s in LETTER.values()),
+            duration(r.ttft), duration(r.tpot), str(r.handoff_ids or "-"), duration(r.gap),
+            r.finish_reason or "-",
+        ]  # fmt: skip
+        for (_, _, cells), cell in zip(columns, row, strict=True):
+            cells.append(cell)
+
+    def total() -> int:
+        return sum(2 + max(map(cell_len, [name, *cells])) for name, _, cells in columns) - 2
+
+    while total() > width and any(spare for _, spare, _ in columns):
+        columns.remove(max(columns, key=lambda column: column[1]))
+    table = _table()
+    for name, _, _ in columns:
+        left = name in ("request", "pipeline", "end")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for cut in zip(*(cells for _, _, cells in columns), strict=True):
+        table.add_row(*cut)
     return table
 
 
 def _pipeline_table(summary: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("mean of")
-    groups = {"all": {**summary, "requests": summary["requests"]["total"]}, **summary["pipelines"]}
+    groups = dict(summary["pipelines"])
+    if len(groups) != 1:
+        groups = {"all": {**summary, "requests": summary["requests"]["total"]}, **groups}
+    table = _table()
+    table.add_column("mean")
     for name, group in groups.items():
-        table.add_column(f"{name} ({group['requests']})", justify="right")
+        table.add_column(f"{name} ({group['requests']:,})", justify="right", no_wrap=True)
 
-    def row(label: str, *path: str) -> None:
-        cells = []
-        for group in groups.values():
-            value: Any = group
-            for key in path:
-                value = value[key]
-            cells.append(seconds(value))
-        table.add_row(label, *cells)
+    def row(label: str, key: str, value: str) -> None:
+        table.add_row(label, *(duration(group[key][value]) for group in groups.values()))
 
     row("TTFT", "ttft_s", "mean")
     for leg in LEGS:
         row(f"  {leg.replace('_', ' ')}", "ttft_legs_s", leg)
-    row("TTFT p99", "ttft_s", "p99")
     row("TPOT", "tpot_s", "mean")
     row("ITL", "itl_s", "mean")
-    row("ITL p99", "itl_s", "p99")
     row("gap at the switch", "handoff_gap_s", "mean")
-    row("gap p99", "handoff_gap_s", "p99")
+    table.add_section()
+    for label, key in (("TTFT p99", "ttft_s"), ("ITL p99", "itl_s"), ("gap p99", "handoff_gap_s")):
+        row(label, key, "p99")
     return table
 
 
-class Bars:
-    """Progress of set-up work on stderr: a bar on a terminal, a line a stage elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress: Progress | None = None
-        self._task: Any = None
-        self._stage = ""
-
-    def __call__(self, stage: str, done: float | None) -> None:
-        """`done` from 0 to 1; None where nobody knows."""
-        if not self._console.is_terminal:
-            if stage != self._stage:
-                self._console.print(stage, soft_wrap=True)
-            self._stage = stage
-            return
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f} %"),
-                console=self._console,
-                transient=True,
-            )
-            self._progress.start()
-        if stage != self._stage:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(stage, total=None if done is None else 1.0)
-            self._stage = stage
-        if done is not None:
-            self._progress.update(self._task, completed=done, total=1.0)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

@@ -32,12 +32,21 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestSent(Event):
-    """The client's stamp: TTFT counts from here."""
+    """The client's stamp: TTFT counts from here. `sampling`: temperature, top-k, top-p, seed."""
 
     request: str
     session: int
     turn: int
     prompt: str
+    sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Event):
+    """The client learned the ids of its whole prompt, history included."""
+
+    request: str
+    prompt_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +66,35 @@ class Routed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
-    """An instance reserved pages for a request."""
+    """An instance reserved `pages` of its own for a request, and locked `hit` cached tokens of it.
+
+    `hit_bytes` is the size of the KV that need not be computed or sent.
+    """
 
     request: str
     instance: str
     pages: int
+    hit: int
+    hit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Event):
+    """The prefix cache took over `pages` of the request's, with the KV of its first `tokens`."""
+
+    request: str
+    instance: str
+    pages: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt(Event):
+    """P has computed the KV of an answer, so that the next turn hits on both sides."""
+
+    request: str
+    instance: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +152,9 @@ class KVReceived(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVWhole(Event):
-    """A decoder holds the KV of the whole prompt, and the first id: it may decode from here."""
+    """A decoder holds the KV of the whole prompt and, but for a main decoder behind a relay, the
+    first id: it may decode from here.
+    """
 
     request: str
     instance: str
@@ -209,11 +244,12 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class PoolChecked(Event):
-    """An instance's pages after the run: all free, or the run has failed."""
+    """An instance's pages after the run: free or cached, or the run has failed."""
 
     instance: str
     pages: int
     pages_free: int
+    pages_cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +314,8 @@ class Trace:
         self.events: list[Event] = []
         self._listeners: list[Callable[[Event], None]] = []
         self._file = file
+        self.error: OSError | None = None
+        """Why the file lacks events: from the first that could not be written none is."""
         self._digest = hashlib.blake2b(digest_size=16)
 
     def listen(self, listener: Callable[[Event], None]) -> None:
@@ -288,8 +326,11 @@ class Trace:
         self.events.append(event)
         line = to_line(event) + "\n"
         self._digest.update(line.encode())
-        if self._file is not None:
-            self._file.write(line)
+        if self._file is not None and self.error is None:
+            try:
+                self._file.write(line)
+            except OSError as error:
+                self.error = error
         for listener in self._listeners:
             listener(event)
 

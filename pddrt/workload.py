@@ -2,224 +2,125 @@
 
 A plan is a function of the description, the seed and, for `prompts: stdlib`, of the Python whose
 standard library is asked about. It holds texts, not ids: what comes before a turn's own text in its
-prompt is the conversation so far, which only the client has.
+prompt is the conversation so far, which only the client has. Traces have no texts: there, a plan
+holds the ids of whole prompts.
 
     sessions   `sessions` conversations of `turns` turns; conversations arrive at `rate` (Poisson)
     poisson    `requests` single-turn requests that arrive at `rate` (Poisson)
     closed     `requests` single-turn requests, `concurrency` at a time: one ends, the next is sent
+    trace      the requests of a public trace (see `traces`), when they came, as long as they were
 
 The first arrival of a Poisson process is put at 0, the others follow at exponential gaps.
 
 Prompt lengths are in tokens where the caller lends a `count_tokens`; without one they are estimated
-by `CHARS_PER_TOKEN`. Either way they are lengths of the text: what a chat template adds is on top.
+(see `prompts`). They are lengths of texts: what a chat template adds is on top, and known to the
+plan where the caller lends a `Framing`.
+
+`Turn.expected` is what a plan intends: how long the prompt will be, and how much of it an unbounded
+prefix cache will hold (see `hitrate`) if requests are sent in the order of the plan. For `answers:
+live` it takes every answer to be as long as it may be.
 """
 
 from __future__ import annotations
 
-import functools
 import random
-import string
-import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)  # fmt: skip
-from pydantic_core import CoreSchema
-
-from pddrt.errors import CannotRun
-from pddrt.sections import Allowed, Later, Section
+from pddrt import traces
+from pddrt.errors import BadInput
+from pddrt.hitrate import INTERVALS, Deck, apportion, interval
+from pddrt.prompts import CountTokens, Framing, Writer, estimate
 from pddrt.types import SECOND, Ns
-from pddrt.units import Duration, Frequency
+from pddrt.workload_fields import (
+    HIT_RATES,
+    Closed,
+    Poisson,
+    Range,
+    Sessions,
+    Short,
+    SystemTokens,
+    Trace,
+    Workload,
+)
 
-CountTokens = Callable[[str], int]
+__all__ = [
+    "Workload", "Session", "Turn", "Expected", "Framing", "plan", "plan_one", "summary",
+]  # fmt: skip
 
-CHARS_PER_TOKEN = 3.9
-"""Measured: SmolLM2's tokenizer over the modules below (2.7 million characters)."""
+UNLIMITED = 1 << 40
 
-Count = Annotated[int, Field(ge=1, le=1_000_000), Allowed("a whole number from 1 to 1,000,000")]
-
-
-class Range(Section):
-    """A length drawn evenly from [min, max]. In YAML also a single number."""
-
-    min: Count
-    max: Count
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Range:
-        if self.min > self.max:
-            raise ValueError(f"found min {self.min} above max {self.max}; allowed: min <= max")
-        return self
-
-    @model_serializer
-    def _plain(self) -> int | dict[str, int]:
-        return self.min if self.min == self.max else {"min": self.min, "max": self.max}
+Context = Literal["follow", "fresh", "aside"]
+"""What comes before a turn's text. follow: the conversation so far. fresh: only the system prompt,
+and the conversation starts over. aside: the same, but the conversation is left as it was."""
 
 
-def _range(value: Any) -> Any:
-    return {"min": value, "max": value} if type(value) is int else value
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Tokens of a prompt as intended, and those of them that an unbounded cache holds."""
 
-
-Lengths = Annotated[
-    Range, BeforeValidator(_range), Allowed("a number of tokens, or {min: 500, max: 1500}")
-]
-
-
-class Short(Section):
-    """An exact `fraction` of the first turns, at random places, has these lengths instead."""
-
-    fraction: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
-    prompt_tokens: Lengths
-
-
-Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1), Allowed("a text")], ...],
-    Field(min_length=1, strict=False),
-    Allowed("a list of texts, at least one"),
-]
-
-
-def _prompts_tag(value: Any) -> str:
-    return "<texts>" if isinstance(value, (list, tuple)) else "<source>"
-
-
-Prompts = Annotated[
-    Annotated[
-        Literal["stdlib", "random"], Tag("<source>"), Allowed("stdlib | random | a list of texts")
-    ]
-    | Annotated[Texts, Tag("<texts>")],
-    Discriminator(_prompts_tag),
-]
-
-
-class _Workload(Section):
-    """What all kinds share. `prompts`: questions on Python's source, random words, given texts."""
-
-    kind: str
-    output_tokens: Count
-    prompts: Prompts = "stdlib"
-    prompt_tokens: Lengths = Range(min=500, max=1500)
-    short: Short | None = None
-    answers: Annotated[Literal["live"], Later("scripted")] = "live"
+    prompt_tokens: int
+    hit_tokens: int
 
     @property
-    def concurrency_limit(self) -> int | None:
-        """How many sessions may be under way at a time; None: as many as arrive."""
-        return None
-
-
-class Sessions(_Workload):
-    kind: Literal["sessions"]
-    sessions: Count
-    turns: Annotated[int, Field(ge=1, le=1000), Allowed("a whole number from 1 to 1,000")] = 1
-    rate: Frequency
-    think: Duration = 0
-    """Mean of the exponential pause between an answer's end and the next turn."""
-
-
-class Poisson(_Workload):
-    kind: Literal["poisson"]
-    requests: Count
-    rate: Frequency
-
-
-class Closed(_Workload):
-    kind: Literal["closed"]
-    requests: Count
-    concurrency: Count
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
 
     @property
-    def concurrency_limit(self) -> int | None:
-        return self.concurrency
-
-
-class UnknownKind(Section):
-    """A workload whose kind is none of these: never valid, and only its kind is complained of."""
-
-    model_config = ConfigDict(extra="ignore")
-    kind: Annotated[Literal["sessions", "poisson", "closed"], Later("trace")]
-
-
-_KINDS: dict[str, type[Section]] = {"sessions": Sessions, "poisson": Poisson, "closed": Closed}
-
-
-def _kind_tag(value: Any) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    known = _KINDS.get(kind, UnknownKind) if isinstance(kind, str) else UnknownKind
-    return f"<{known.__name__}>"
-
-
-class _ByKind:
-    """Marker of the union below: validates by kind, and lets `UnknownKind` complain of the kind."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        unknown = Annotated[UnknownKind, Tag("<UnknownKind>")]
-        return handler.generate_schema(Annotated[source | unknown, Discriminator(_kind_tag)])
-
-
-Workload = Annotated[
-    Annotated[Sessions, Tag("<Sessions>")]
-    | Annotated[Poisson, Tag("<Poisson>")]
-    | Annotated[Closed, Tag("<Closed>")],
-    _ByKind(),
-    Allowed("a mapping with kind: sessions | poisson | closed"),
-]
-
-
-# -- the plan --------------------------------------------------------------------------------------
+    def interval(self) -> str:
+        return INTERVALS[interval(self.hit_tokens, self.prompt_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user adds: `text`, sent `think_ns` after the former turn's answer has ended."""
+    """What the user adds: `text`, sent `think_ns` after the former turn's answer has ended.
+
+    `answer` goes into the history in place of the model's answer; None: the model's own does.
+    `ids` is the whole prompt as it is, in place of system prompt, history, text and template.
+    """
 
     text: str
     max_tokens: int
     think_ns: Ns = 0
+    answer: str | None = None
+    ids: tuple[int, ...] | None = None
+    context: Context = "follow"
+    expected: Expected | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
+    """A conversation that begins at `start_ns`.
+
+    `system` begins every prompt that has no history, and so every conversation. It is the same in
+    all sessions of a plan; "": none.
+    """
+
     index: int
     start_ns: Ns
     turns: tuple[Turn, ...]
+    system: str = ""
 
 
-def plan(workload: Workload, seed: int, count_tokens: CountTokens | None = None) -> list[Session]:
+NO_FRAMING = Framing()
+
+
+def plan(
+    workload: Workload, seed: int, count_tokens: CountTokens | None = None, *,
+    framing: Framing = NO_FRAMING, vocabulary: Sequence[int] | None = None,
+) -> list[Session]:  # fmt: skip
     """The sessions in order of arrival. Play them with `workload.concurrency_limit`.
 
-    Raises CannotRun if `prompts: stdlib` finds no source of the standard library.
+    `vocabulary`: the ids that a prompt of a trace is made of, all of a model's but the special
+    ones; only traces need it, and all do. Raises CannotRun if `prompts: stdlib` finds no source of
+    the standard library, BadInput if a trace cannot be read or lengths do not allow the hit rates.
     """
-    count = workload.sessions if isinstance(workload, Sessions) else workload.requests
-    turns, think = (workload.turns, workload.think) if isinstance(workload, Sessions) else (1, 0)
-    rate = None if isinstance(workload, Closed) else workload.rate
-    starts = _arrivals(count, rate, _rng(seed, "arrivals"))
-    short = _short_ones(count, workload.short, _rng(seed, "short"))
-    plan = []
-    for index, (start, is_short) in enumerate(zip(starts, short, strict=True)):
-        rng = _rng(seed, f"session/{index}")
-        lengths = (
-            workload.short.prompt_tokens if is_short and workload.short else workload.prompt_tokens
-        )
-        texts = _texts(workload.prompts, index, turns, lengths, rng, count_tokens or _estimate)
-        plan.append(Session(index, start, tuple(
-            Turn(text, workload.output_tokens, _exponential(think, rng) if number else 0)
-            for number, text in enumerate(texts)
-        )))  # fmt: skip
-    return plan
+    if isinstance(workload, Trace):
+        assert vocabulary is not None, "a trace needs the ids that its prompts may hold"
+        return _replay(workload, seed, vocabulary)
+    return _Planner(workload, seed, count_tokens or estimate, framing).sessions()
 
 
 def plan_one(text: str, max_tokens: int) -> list[Session]:
@@ -227,12 +128,201 @@ def plan_one(text: str, max_tokens: int) -> list[Session]:
     return [Session(0, 0, (Turn(text, max_tokens),))]
 
 
+# -- conversations ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation as planned so far.
+
+    Tokens of its last prompt (0: nothing was said) and of the answer to that, and the number of
+    that turn.
+    """
+
+    prompt: int = 0
+    answer: int = 0
+    last: int = 0
+
+
+class _Planner:
+    """Plans all kinds but traces, request by request, in order of arrival."""
+
+    def __init__(
+        self, workload: Sessions | Poisson | Closed, seed: int, count: CountTokens, framing: Framing
+    ) -> None:
+        self.workload, self.seed, self.framing = workload, seed, framing
+        self.count: CountTokens = lambda text: max(1, count(text))
+        self.writer = Writer(workload.prompts, count)
+        self.live = workload.answers == "live"
+        self.turns = self._turn_numbers()
+        self.total = sum(self.turns)
+        self.long = self._long_ones()
+        # before its first turn a conversation can have nothing but the system prompt in a cache
+        self.opening = {0, *accumulate(self.turns[:-1])} | self.long
+        self.system = self._system()
+        self.shared = framing.shared + (self.count(self.system) if self.system else 0)
+        self.sent = 0  # requests planned so far
+        self.most = UNLIMITED
+        self.shares: Mapping[str, float] = {}
+        self.deck: Deck | None = None
+        if isinstance(workload, Sessions):
+            self.most = workload.max_prompt_tokens or UNLIMITED
+            if self.most <= self.shared + framing.first:
+                raise BadInput(
+                    f"workload.max_prompt_tokens: found {self.most}; allowed: more than the "
+                    f"{self.shared + framing.first} tokens that every prompt has"
+                )
+            rates = workload.hit_rates
+            if rates is not None:
+                self.shares = HIT_RATES[rates] if isinstance(rates, str) else rates
+                rng = _rng(seed, "hit-rates")
+                self.deck = Deck(self.shares, self.total, len(self.opening), rng)
+
+    def _turn_numbers(self) -> list[int]:
+        if not isinstance(self.workload, Sessions):
+            return [1] * self.workload.requests
+        turns, rng = self.workload.turns, _rng(self.seed, "turns")
+        return [rng.randint(turns.min, turns.max) for _ in range(self.workload.sessions)]
+
+    def _long_ones(self) -> set[int]:
+        """Which requests, counted over all sessions, are long in and short out."""
+        long_in = self.workload.long_in
+        number = round(self.total * long_in.fraction) if long_in else 0
+        return set(_rng(self.seed, "long-in").sample(range(self.total), number))
+
+    def _system(self) -> str:
+        system = self.workload.system
+        if isinstance(system, SystemTokens):
+            return self.writer.system(system.tokens, _rng(self.seed, "system"))
+        return system or ""
+
+    def sessions(self) -> list[Session]:
+        workload = self.workload
+        rate = None if isinstance(workload, Closed) else workload.rate
+        starts = _arrivals(len(self.turns), rate, _rng(self.seed, "arrivals"))
+        short = _short_ones(len(starts), workload.short, _rng(self.seed, "short"))
+        found = [self._session(n, *what) for n, what in enumerate(zip(starts, short, strict=True))]
+        if self.deck is not None:
+            self._check_rates(self.deck)
+        return found
+
+    def _session(self, index: int, start: Ns, is_short: bool) -> Session:
+        workload, turns = self.workload, self.turns[index]
+        rng, more = (_rng(self.seed, f"session/{index}{part}") for part in ("", "/more"))
+        short = workload.short if is_short else None
+        first = _drawn(short.prompt_tokens if short else workload.prompt_tokens, rng)
+        texts: list[str] = []
+        if self.deck is None:
+            texts = self.writer.conversation(index, turns, first, rng)
+        think = workload.think if isinstance(workload, Sessions) else 0
+        thinking = [_exponential(think, rng) if number else 0 for number in range(turns)]
+        talk, planned = _Talk(), list[Turn]()
+        for number, pause in enumerate(thinking):
+            if self.sent in self.long:
+                turn = self._long_turn(talk, more)
+            elif self.deck is not None:
+                turn = self._dealt_turn(self.deck, talk, planned, first, more)
+            else:
+                turn = self._given_turn(talk, planned, texts[number], more)
+            planned.append(replace(turn, think_ns=pause))
+        return Session(index, start, tuple(planned), self.system)
+
+    def _long_turn(self, talk: _Talk, rng: random.Random) -> Turn:
+        long_in = self.workload.long_in
+        assert long_in is not None
+        text = self.writer.opening(_drawn(long_in.prompt_tokens, rng), rng)
+        return self._turn(talk, 0, text, _drawn(long_in.output_tokens, rng), "aside")
+
+    def _given_turn(self, talk: _Talk, planned: list[Turn], text: str, rng: random.Random) -> Turn:
+        """A turn of this text, whatever its length."""
+        context: Context = "follow"
+        if talk.prompt:
+            answer = self.workload.output_tokens
+            if self._history(talk, answer) + self.count(text) > self.most:
+                context = "fresh"
+            else:
+                self._answer(talk, planned, answer, rng)
+        return self._turn(talk, len(planned), text, self.workload.output_tokens, context)
+
+    def _dealt_turn(
+        self, deck: Deck, talk: _Talk, planned: list[Turn], first: int, rng: random.Random
+    ) -> Turn:
+        """A turn as long as the deck says. `first`: tokens of what opens a conversation."""
+        longest = self.workload.output_tokens
+        length = None
+        if talk.prompt:
+            least = self._history(talk, longest if self.live else 1) + 1
+            length = deck.following(self._cached(talk, longest), least, self.most)
+        if length is None:
+            base = self.shared + self.framing.first
+            length = deck.opening(self._cached(_Talk(), 0), base + first, base + 1, self.most)
+            text = self.writer.opening(length - base, rng)
+            context: Context = "fresh" if talk.prompt else "follow"
+            return self._turn(talk, len(planned), text, longest, context)
+        new = length - self._history(talk, 0)
+        self._answer(talk, planned, max(1, min(longest, new // 2)), rng)
+        text = self.writer.addition(length - self._history(talk, talk.answer), rng)
+        return self._turn(talk, len(planned), text, longest, "follow")
+
+    def _answer(self, talk: _Talk, planned: list[Turn], tokens: int, rng: random.Random) -> None:
+        """The last answer is now known: the model's in full, or a scripted one of `tokens`."""
+        talk.answer = self.workload.output_tokens
+        if not self.live:
+            text = self.writer.answer(tokens, rng)
+            talk.answer = self.count(text)
+            planned[talk.last] = replace(planned[talk.last], answer=text)
+
+    def _history(self, talk: _Talk, answer: int) -> int:
+        """Tokens of the next prompt before its own text, once the last answer has `answer`."""
+        return talk.prompt + answer + self.framing.later
+
+    def _cached(self, talk: _Talk, answer: int) -> int:
+        """Tokens of the next prompt that a cache holds: of what requests have computed.
+
+        No step has computed the KV of an answer's last token, and none that of a scripted answer.
+        """
+        if not talk.prompt:
+            return self.shared if self.sent else 0
+        return talk.prompt + answer - 1 if self.live else talk.prompt
+
+    def _turn(
+        self, talk: _Talk, number: int, text: str, max_tokens: int, context: Context
+    ) -> Turn:  # fmt: skip
+        """The next request; moves the conversation on, unless it is asked aside."""
+        if context != "follow" or not talk.prompt:
+            before, cached = self.shared + self.framing.first, self._cached(_Talk(), 0)
+        else:
+            before, cached = self._history(talk, talk.answer), self._cached(talk, talk.answer)
+        prompt = before + self.count(text)
+        expected = Expected(prompt, min(cached, prompt - 1))
+        if self.deck is not None:
+            hit, opening = expected.hit_tokens, self.sent in self.opening
+            self.deck.settle(hit, prompt, opening=opening)
+        if context != "aside":
+            talk.prompt, talk.answer, talk.last = prompt, 0, number
+        self.sent += 1
+        return Turn(text, max_tokens, context=context, expected=expected)
+
+    def _check_rates(self, deck: Deck) -> None:
+        wanted = apportion(self.shares, self.total)
+        worst = max(range(len(wanted)), key=lambda n: abs(deck.left[n]))
+        if abs(deck.left[worst]) > max(2, self.total // 50):
+            got = wanted[worst] - deck.left[worst]
+            raise BadInput(
+                f"workload.hit_rates: found {wanted[worst] / self.total:.1%} of the requests in "
+                f"{INTERVALS[worst]}, where these lengths give {got / self.total:.1%}; allowed: "
+                "such shares with a longer system or prompt_tokens (at 99 % each new token needs "
+                "99 before it), with more turns (a first one hits only the system prompt), with "
+                "a larger max_prompt_tokens, or shares nearer to what is given"
+            )
+
+
 def _rng(seed: int, name: str) -> random.Random:
     return random.Random(f"{seed}/workload/{name}")
 
 
-def _estimate(text: str) -> int:
-    return round(len(text) / CHARS_PER_TOKEN)
+def _drawn(lengths: Range, rng: random.Random) -> int:
+    return rng.randint(lengths.min, lengths.max)
 
 
 def _exponential(mean: Ns, rng: random.Random) -> Ns:
@@ -255,121 +345,94 @@ def _short_ones(count: int, short: Short | None, rng: random.Random) -> list[boo
     return flags
 
 
-def _texts(
-    prompts: str | Sequence[str],
-    index: int,
-    turns: int,
-    lengths: Range,
-    rng: random.Random,
-    count: CountTokens,
-) -> list[str]:
-    """What the user says, turn by turn."""
-    target = rng.randint(lengths.min, lengths.max)
-    if prompts == "stdlib":
-        later = rng.sample(FOLLOW_UPS, min(turns - 1, len(FOLLOW_UPS)))
-        return [_question(target, rng, count)] + [later[n % len(later)] for n in range(turns - 1)]
-    if prompts == "random":
-        return [_words(target, rng, count)] + [_words(16, rng, count) for _ in range(turns - 1)]
-    return [prompts[(index * turns + number) % len(prompts)] for number in range(turns)]
+# -- traces ----------------------------------------------------------------------------------------
 
 
-def _longest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n in [1, limit] for which `fits(n)`, true up to some n; 1 if it never is."""
-    low, high = 1, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def _words(target: int, rng: random.Random, count: CountTokens) -> str:
-    """Random lower-case words of `target` tokens, or a little less where they come in clumps."""
-    letters = string.ascii_lowercase + " " * 5
-    text = ""
-    while count(text) < target:
-        missing = max(16, target - count(text))
-        text += "".join(rng.choices(letters, k=missing))
-    return text[: _longest(len(text), lambda n: count(text[:n]) <= target)]
-
-
-# -- questions about the standard library ----------------------------------------------------------
-
-MODULES = (
-    "argparse", "ast", "calendar", "cmd", "configparser", "contextlib", "copy", "csv",
-    "dataclasses", "difflib", "dis", "doctest", "enum", "fileinput", "fractions", "functools",
-    "gettext", "glob", "graphlib", "gzip", "heapq", "imaplib", "inspect", "ipaddress", "mailbox",
-    "netrc", "optparse", "pickle", "pickletools", "pkgutil", "platform", "plistlib", "poplib",
-    "pprint", "profile", "pstats", "queue", "random", "sched", "selectors", "shelve", "shlex",
-    "shutil", "smtplib", "socketserver", "statistics", "string", "subprocess", "tarfile",
-    "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace", "traceback", "typing",
-    "uuid", "warnings", "wave", "weakref", "webbrowser",
-)  # fmt: skip
-"""Modules written in Python in 3.11 to 3.14. A seed picks from this order: only ever append."""
-
-QUESTIONS = (
-    "Explain what this part of Python's module {name} does.",
-    "What should I know before I change this code from Python's module {name}?",
-    "Review this code from Python's module {name}.",
-    "Summarise this part of Python's module {name} for a new colleague.",
-)
-
-FOLLOW_UPS = (
-    "Which inputs would break it?",
-    "Write one test for the most surprising case.",
-    "What would you rename, and why?",
-    "Which part is slowest, and how could it be faster?",
-    "Say the same in two sentences.",
-    "What does it assume about its caller?",
-    "How would you split it into smaller functions?",
-    "What happens if two threads use it at once?",
-)
-
-
-def _question(target: int, rng: random.Random, count: CountTokens) -> str:
-    """A question and as many whole lines of a module as fit; if it is too short, others follow."""
-    names = rng.sample(MODULES, len(MODULES))
-    question = rng.choice(QUESTIONS)
-    lines: list[str] = []
-    name, enough = "", False
-    for candidate in names:
-        source = _source(candidate)
-        if source is None:
-            continue
-        begin = 0 if lines else rng.choice(_beginnings(source))
-        name = name or candidate
-        lines += source[begin:]
-        if count("\n".join(lines)) >= target:
-            enough = True
-            break
-    if not lines:
-        raise CannotRun(
-            "prompts: stdlib needs the source of Python's standard library, which is not here; "
-            "use prompts: random, or a list of texts"
-        )
-    question = question.format(name=name) + "\n\n"
-    if enough:
-        lines = lines[
-            : _longest(len(lines), lambda n: count(question + "\n".join(lines[:n])) <= target)
-        ]
-    return question + "\n".join(lines).rstrip()
-
-
-@functools.cache
-def _source(name: str) -> tuple[str, ...] | None:
-    """The lines of a module of the standard library; None where this Python has no source of it."""
-    library = Path(
-        sysconfig.get_path("stdlib")
-    )  # not sys.path, where a user's module may shadow it
-    for path in (library / f"{name}.py", library / name / "__init__.py"):
-        if path.is_file():
-            return tuple(path.read_text(encoding="utf-8").splitlines())
-    return None
-
-
-def _beginnings(source: Sequence[str]) -> list[int]:
-    """Where reading may begin: the top, and top-level classes and functions of the first half."""
-    half = source[: len(source) // 2]
+def _replay(workload: Trace, seed: int, vocabulary: Sequence[int]) -> list[Session]:
+    """One session for each conversation of the trace."""
+    blocks = traces.Blocks(seed, vocabulary, workload.length_scale)
+    streams: dict[str, list[traces.Row]] = {}
+    turns: dict[str, list[Turn]] = {}
+    path = traces.resolve(workload.path)
+    for row in traces.rows(path, workload.format, workload.limit):
+        stream = streams.setdefault(row.stream, [])
+        think = _thinking(stream[-1], row) if stream else 0
+        stream.append(replace(row, hash_ids=()))  # seen; a trace is mostly these
+        prompt = blocks.prompt(row)
+        turns.setdefault(row.stream, []).append(Turn(
+            text="", max_tokens=blocks.tokens(row.output_tokens),
+            think_ns=round(think * workload.time_scale), ids=prompt.ids,
+            expected=Expected(len(prompt.ids), prompt.hit_tokens),
+        ))  # fmt: skip
+    files = list(dict.fromkeys(rows[0].file for rows in streams.values()))
+    arrivals = _arrivals(len(files), workload.rate, _rng(seed, "arrivals"))
+    begins = dict(zip(files, arrivals, strict=True))
+    starts = {
+        name: begins[rows[0].file] + round(rows[0].at * workload.time_scale)
+        for name, rows in streams.items()
+    }
     return [
-        0,
-        *(n for n, line in enumerate(half) if line.startswith(("class ", "def ", "async def "))),
+        Session(index, starts[name], tuple(turns[name]))
+        for index, name in enumerate(sorted(streams, key=lambda name: starts[name]))
     ]
+
+
+def _thinking(before: traces.Row, row: traces.Row) -> Ns:
+    """From an answer's end to the next request. Where nobody knows when the answer ended, from the
+    request before: what is recorded as thinking then counts from an earlier one.
+    """
+    if row.think_ns is not None and before.api_ns is not None:
+        return row.think_ns
+    return max(0, row.at - before.at - (before.api_ns or 0))
+
+
+# -- what a plan is --------------------------------------------------------------------------------
+
+
+def summary(sessions: Sequence[Session]) -> dict[str, Any]:
+    """A plan in figures: lengths in tokens, arrivals and pauses in seconds, expected prefix hits.
+
+    Shares are of the requests whose prompts are known, all but those of `plan_one`.
+    """
+    turns = [turn for session in sessions for turn in session.turns]
+    known = [turn.expected for turn in turns if turn.expected]
+    places = [interval(e.hit_tokens, e.prompt_tokens) for e in known]
+    starts = sorted(session.start_ns for session in sessions)
+    span, prompts = starts[-1] - starts[0], sum(e.prompt_tokens for e in known)
+    thinking = [turn.think_ns for session in sessions for turn in session.turns[1:]]
+    return {
+        "sessions": len(sessions),
+        "requests": len(turns),
+        "turns": _spread(len(session.turns) for session in sessions),
+        "prompt_tokens": _spread(e.prompt_tokens for e in known),
+        "new_tokens": _spread(e.prompt_tokens - e.hit_tokens for e in known),
+        "output_tokens": _spread(turn.max_tokens for turn in turns),
+        "arrivals": {
+            "span_s": span / SECOND,
+            "sessions_per_s": (len(starts) - 1) * SECOND / span if span else None,
+        },
+        "think_s": {name: value / SECOND for name, value in _spread(thinking).items()},
+        "prefix_hits": {
+            "of_tokens": sum(e.hit_tokens for e in known) / prompts if prompts else None,
+            "intervals": {
+                name: places.count(place) / len(known) for place, name in enumerate(INTERVALS)
+            } if known else None,
+            "above_95": sum(place > 1 for place in places) / len(known) if known else None,
+        },
+    }  # fmt: skip
+
+
+def _spread(values: Iterable[int]) -> dict[str, float]:
+    """Mean, percentiles (nearest rank) and largest; nothing of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    ranks = {name: -(-len(ordered) * percent // 100) for name, percent in PERCENTILES.items()}
+    return {
+        "mean": sum(ordered) / len(ordered),
+        **{name: ordered[rank - 1] for name, rank in ranks.items()},
+        "max": ordered[-1],
+    }
+
+
+PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}

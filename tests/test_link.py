@@ -218,6 +218,17 @@ def test_cancelled_flows_leave_nothing_behind() -> None:
     assert len(link._heap) < 200
 
 
+def test_those_that_stay_are_served_in_order_after_many_cancels() -> None:
+    rng, rate = random.Random(5), 1_000_003
+    sizes = {k: rng.randrange(1, 10**6) for k in range(500)}
+    link, flows = Link(rate, delay=0), {k: Flow() for k in sizes}
+    for k, size in sizes.items():
+        link.push(0, flows[k], size, tag=k)
+    for k in rng.sample(sorted(sizes), 450):
+        assert link.cancel(0, flows[k]) == sizes.pop(k)
+    assert [item.tag for item in drain(link)] == sorted(sizes, key=lambda k: (sizes[k], k))
+
+
 def test_a_new_delay_holds_for_what_has_not_left_and_never_reorders() -> None:
     link, flow = Link(MB, delay=100 * MS), Flow()
     for k in range(4):

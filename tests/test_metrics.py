@@ -23,9 +23,9 @@ def story() -> list[Event]:
     return [
         ev.RequestSent(10 * MS, "s0.0", 0, 0, "hi"),
         ev.Routed(11 * MS, "s0.0", "P-RLD-MD", "p0", "rld0", "md0", 100, 5, 900 * MS, "why"),
-        ev.Admitted(12 * MS, "s0.0", "p0", 7),
+        ev.Admitted(12 * MS, "s0.0", "p0", 7, 0, 0),
         ev.PrefillStarted(13 * MS, "s0.0", "p0"),
-        ev.Admitted(20 * MS, "s0.0", "rld0", 7),
+        ev.Admitted(20 * MS, "s0.0", "rld0", 7, 0, 0),
         ev.PrefillEnded(40 * MS, "s0.0", "p0"),
         ev.TokensMade(40 * MS, "s0.0", "p0", "P", 100, 101, (7,)),
         ev.KVWhole(45 * MS, "s0.0", "rld0", 100),
@@ -57,7 +57,7 @@ def test_ttft_is_the_sum_of_its_legs() -> None:
 
 def test_waiting_for_a_decoders_pages_is_a_leg_of_its_own() -> None:
     events = [e for e in story() if not (isinstance(e, ev.Admitted) and e.instance == "rld0")]
-    events.insert(6, ev.Admitted(43 * MS, "s0.0", "rld0", 7))
+    events.insert(6, ev.Admitted(43 * MS, "s0.0", "rld0", 7, 0, 0))
     _, r = record(events)
     assert r.legs is not None
     assert (r.legs["decoder_queue"], r.legs["transfer"]) == (3 * MS, 3 * MS)
@@ -85,7 +85,7 @@ def test_gap_near_sees_a_larger_gap_beside_the_switch() -> None:
 
 
 def test_a_sound_story_has_no_violations() -> None:
-    recorder, _ = record([*story(), ev.PoolChecked(200 * MS, "p0", 8, 8)])
+    recorder, _ = record([*story(), ev.PoolChecked(200 * MS, "p0", 8, 6, 2)])
     assert violations(recorder) == []
 
 
@@ -96,7 +96,7 @@ def test_a_sound_story_has_no_violations() -> None:
         ([*story()[:-1], received(118, 4, "M"), story()[-1]], "contiguous"),
         ([*story()[:-1], received(120, 5, "M"), story()[-1]], "budget"),
         (story()[:-1], "never ended"),
-        ([*story(), ev.PoolChecked(200 * MS, "md0", 8, 6)], "2 pages never came back"),
+        ([*story(), ev.PoolChecked(200 * MS, "md0", 8, 5, 1)], "2 pages never came back"),
         ([*story(), ev.Finished(130 * MS, "s0.0", "stop", 5, "")], "ended 2 times"),
     ],
 )
@@ -153,3 +153,17 @@ def test_a_request_line_and_a_summary_have_what_the_contract_names() -> None:
     assert numbers["handoffs"]["ids"] == 3
     assert numbers["pipelines"]["P-RLD-MD"]["requests"] == 1
     assert numbers["goodput_rps"] == pytest.approx(1 / 0.109, abs=1e-6)
+
+
+def test_the_peak_of_pages_is_of_what_was_reserved_not_of_what_a_step_saw() -> None:
+    recorder, _ = record([e for e in story() if not isinstance(e, ev.Step)])
+    recorder(ev.Admitted(130 * MS, "s1.0", "rld0", 5, 0, 0))
+    recorder(ev.PoolChecked(140 * MS, "rld0", 14, 14, 0))
+    numbers = summary(recorder, None, None, [])["instances"]
+    assert numbers["rld0"]["kv_peak_fraction"] == 0.5, "7 of 14: freed before the next 5"
+
+
+def test_an_answer_that_ends_by_length_before_its_length_is_a_violation() -> None:
+    events = [e for e in story() if not (isinstance(e, ev.TokensReceived) and e.start == 4)]
+    recorder, _ = record(events)
+    assert violations(recorder) == ["s0.0: ended by length after 4 of 5 tokens"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
-from pddrt.kv.pages import PagePool, PoolCorrupt
+from pddrt.kv.pages import PagePool, PoolCorrupt, runs_of
 from pddrt.types import Run
 
 
@@ -58,6 +59,55 @@ def test_a_pinned_owner_is_freed_by_its_last_writer() -> None:
     assert pool.allocate("b", 4)
 
 
+def test_growth_goes_on_in_the_run_where_it_can() -> None:
+    pool = PagePool(10, 4)
+    for name in ("a", "x", "b"):
+        pool.allocate(name, 2)
+    pool.release("x")
+    assert pool.grow("b", 2, near=5) == (6, 7), "though pages 2 and 3 are the smaller hole"
+    assert pool.runs("b", 0, 16) == (Run(16, 16),)
+    assert pool.grow("a", 3, near=1) == (2, 3, 8)
+    assert pool.grow("a", 2, near=8) is None
+    assert pool.grow("a", 1, near=2) == (9,), "page 3 is taken"
+    assert pool.pages_of("a") == (0, 1, 2, 3, 8, 9)
+    assert (pool.free, pool.peak_used) == (0, 10)
+    pool.check()
+
+
+def test_pages_move_to_another_owner_and_are_freed_there() -> None:
+    pool = PagePool(8, 4)
+    pool.allocate("a", 5)
+    pool.move("a", "cache", (0, 1, 3))
+    assert (pool.pages_of("a"), pool.pages_of("cache")) == ((2, 4), (0, 1, 3))
+    assert pool.owns_page("cache", 3)
+    assert not pool.owns_page("a", 3)
+    assert pool.free == 3
+    assert pool.release("a") == 2
+    pool.release_pages("cache", (3, 0))
+    assert (pool.pages_of("cache"), pool.free) == ((1,), 7)
+    pool.check()
+
+
+def test_a_table_of_shared_and_own_pages_is_read_in_as_few_runs_as_it_has() -> None:
+    table = (4, 5, 6, 2, 3, 0)
+    for start in range(25):
+        for end in range(start, 25):
+            slots = [table[n // 4] * 4 + n % 4 for n in range(start, end)]
+            runs = runs_of(table, 4, start, end)
+            assert [r.slot + n for r in runs for n in range(r.length)] == slots
+            breaks = sum(b != a + 1 for a, b in pairwise(slots))
+            assert len(runs) == breaks + (start < end)
+
+
+def test_a_pool_of_single_holes_gives_them_all_away() -> None:
+    pool = PagePool(20_000, 1)
+    pool.allocate("a", 20_000)
+    pool.release_pages("a", range(0, 20_000, 2))
+    assert pool.allocate("b", 9_999)
+    assert pool.pages_of("b") == tuple(range(0, 19_998, 2))
+    pool.check()
+
+
 MISTAKES: dict[str, Callable[[PagePool], object]] = {
     "freed twice": lambda pool: (pool.release("a"), pool.release("a")),
     "freed by nobody": lambda pool: pool.release("b"),
@@ -65,6 +115,25 @@ MISTAKES: dict[str, Callable[[PagePool], object]] = {
     "allocated twice": lambda pool: pool.allocate("a", 1),
     "written by nobody": lambda pool: pool.pin("b"),
     "beyond its pages": lambda pool: pool.runs("a", 0, 17),
+    "grown before it was": lambda pool: pool.grow("b", 1),
+    "grown after its end": lambda pool: (pool.pin("a"), pool.release("a"), pool.grow("a", 1)),
+    "given away by another": lambda pool: pool.move("b", "a", (0,)),
+    "given away, but not owned": lambda pool: pool.move("a", "b", (0, 2)),
+    "given away twice at once": lambda pool: pool.move("a", "b", (0, 0)),
+    "given away under a writer": lambda pool: (pool.pin("a"), pool.move("a", "b", (0,))),
+    "given away after its end": lambda pool: (
+        pool.pin("a"),
+        pool.release("a"),
+        pool.move("a", "b", (0,)),
+    ),
+    "given to one that is ending": lambda pool: (
+        pool.allocate("b", 1),
+        pool.pin("b"),
+        pool.release("b"),
+        pool.move("a", "b", (0,)),
+    ),
+    "freed alone under a writer": lambda pool: (pool.pin("a"), pool.release_pages("a", (0,))),
+    "freed alone, but not owned": lambda pool: pool.release_pages("a", (2,)),
 }
 
 
@@ -100,6 +169,24 @@ def test_random_use_keeps_the_books(seed: int) -> None:
                 pages[owner] = want
             else:
                 assert want > pool.free
+        elif what < 0.45 and live:
+            owner, want = rng.choice(live), rng.randint(0, 4)
+            if grown := pool.grow(owner, want, near=rng.randrange(pool.num_pages)):
+                assert len(grown) == want
+                pages[owner] += want
+        elif what < 0.5 and live:
+            owner, other = rng.choice(live), rng.choice(live)
+            some = rng.sample(pool.pages_of(owner), rng.randint(0, pages[owner]))
+            if pins.get(owner):
+                with pytest.raises(PoolCorrupt):
+                    pool.move(owner, other, some)
+            elif rng.random() < 0.5:
+                pool.release_pages(owner, some)
+                pages[owner] -= len(some)
+            else:
+                pool.move(owner, other, some)
+                pages[owner] -= len(some)
+                pages[other] += len(some)
         elif what < 0.6 and live:
             owner = rng.choice(live)
             pool.pin(owner)

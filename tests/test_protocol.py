@@ -9,7 +9,9 @@ import random
 import pytest
 
 from pddrt.errors import BadFrame
+from pddrt.frames import Frame
 from pddrt.protocol import (
+    MESSAGES,
     Decode,
     KVAssembly,
     Limits,
@@ -19,6 +21,7 @@ from pddrt.protocol import (
     RelaySide,
     SendIds,
     State,
+    check_fields,
     finish,
     prompt_digest,
 )
@@ -66,6 +69,14 @@ def test_a_range_that_comes_twice_or_lies_outside_is_refused(again: tuple[int, i
     kv.claim(0, 4)
     with pytest.raises(BadFrame):
         kv.claim(*again)
+
+
+@pytest.mark.parametrize("at", [-1, 11, 10**9])
+def test_nothing_at_a_position_outside_is_refused_too(at: int) -> None:
+    kv = KVAssembly(10)
+    kv.claim(10, 10)
+    with pytest.raises(BadFrame):
+        kv.claim(at, at)
 
 
 def test_an_empty_transfer_completes() -> None:
@@ -121,6 +132,31 @@ def test_ready_after_the_end_changes_nothing() -> None:
     side.on_token(2)
     assert side.state is State.FINISHED
     assert side.on_main_ready(in_step=False) == []
+
+
+@pytest.mark.parametrize("limits", [Limits(10, 1, frozenset()), Limits(10, 9, frozenset({7}))])
+def test_a_first_id_that_is_the_whole_answer_is_not_decoded_from(limits: Limits) -> None:
+    """F33: P has ended it; a decoder has no pages for more. Not even for a main that is ready."""
+    for main_is_ready in (False, True):
+        side = RelaySide(limits)
+        if main_is_ready:
+            side.on_main_ready(in_step=False)
+        side.on_kv(0, 10)
+        assert side.on_first(7) == []
+        assert side.state is State.FINISHED
+    main = MainSide(limits, relayed=False)
+    main.on_first(7)
+    assert main.on_kv(0, 10) == []
+    assert main.state is State.FINISHED
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, EOS]])
+def test_ids_that_go_past_the_end_of_the_answer_are_refused(ids: list[int]) -> None:
+    """There are no pages for them; a relay that reached the end does not hand over."""
+    side = MainSide(LIMITS)
+    side.on_kv(0, 10)
+    with pytest.raises(BadFrame, match="past the end"):
+        side.on_ids(10, ids, last=True)
 
 
 def test_a_relayed_main_says_ready_and_waits_for_ids() -> None:
@@ -215,3 +251,48 @@ def test_a_prompt_that_is_not_the_digests_is_refused() -> None:
     m = manifest()
     other = Manifest.parse(m.fields(), (1, 2, 4))
     assert other.objection(LAYOUT) == "the digest does not match the prompt"
+
+
+GOOD = {
+    "layout": ["weights-1", 2, 2, 16, "float64"],
+    "sampling": [0.5, 3, 0.9, 11],
+    "last": True,
+    "answered": True,
+    "raw": False,
+    "caching": True,
+    "relay": None,
+    "answer": None,
+    "source": "R",
+    "reason": "stop",
+    **dict.fromkeys(("request", "purpose", "role", "text", "system", "detail"), "x"),
+    **dict.fromkeys(("gateway", "main", "digest"), "x"),
+    **dict.fromkeys(
+        ("page_tokens", "kv_tokens", "max_context", "bytes_per_token", "max_tokens"), 1
+    ),
+    **dict.fromkeys(
+        ("lease_ns", "epoch", "have", "start", "end", "position", "id", "prompt_tokens"), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_field_that_is_missing_or_of_a_wrong_type_makes_a_bad_frame(kind: str) -> None:
+    """What comes over the wire ends a request, never an instance."""
+    good = {name: GOOD[name] for name in MESSAGES[kind]}
+    check_fields(Frame(kind, good))
+    for name in good:
+        with pytest.raises(BadFrame, match=name):
+            check_fields(Frame(kind, {n: v for n, v in good.items() if n != name}))
+        for bad in (-1, 2.5, b"x", {}, [[]], [None] * 4):
+            with pytest.raises(BadFrame, match=name):
+                check_fields(Frame(kind, {**good, name: bad}))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[-1.0, 0, 1.0, 0], [float("nan"), 0, 1.0, 0], [0, -1, 1.0, 0], [0, 0, 0, 0], [0, 0, 1.0]],
+)
+def test_sampling_that_nobody_can_draw_by_makes_a_bad_frame(bad: list[float]) -> None:
+    good = {name: GOOD[name] for name in MESSAGES["submit"]}
+    with pytest.raises(BadFrame, match="sampling"):
+        check_fields(Frame("submit", {**good, "sampling": bad}))

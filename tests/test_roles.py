@@ -4,16 +4,22 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
 import pytest
 
 from pddrt import trace as ev
 from pddrt.deployment import Deployment
 from pddrt.engine.tokens import ByteTokenizer
-from pddrt.errors import CannotRun
+from pddrt.errors import BadInput, CannotRun
+from pddrt.frames import Frame, pack_ids
 from pddrt.metrics import LEGS
 from pddrt.netem.simnet import SimNet
-from pddrt.policy.route import Naive
-from pddrt.types import MS, SECOND, KVLayout, Sampling
+from pddrt.policy.route import Naive, Pdd, Policy
+from pddrt.protocol import Manifest, prompt_digest
+from pddrt.sched import MAX_OVERTAKEN
+from pddrt.types import MS, SECOND, KVLayout, Ns, Sampling
 from pddrt.workload import Session, Turn
 
 from .cluster import LAYOUT, Cluster, many, one, oracle
@@ -120,8 +126,8 @@ def test_very_short_answers_end_where_they_end(max_tokens: int) -> None:
     assert r.ids == oracle(prompt_ids(TEXT), max_tokens)
 
 
-def test_an_answer_that_ends_on_the_relay_cancels_the_transfer() -> None:
-    played = Cluster(rate=100_000).play([one(TEXT, 8)])
+def test_an_answer_that_ends_on_the_relay_cancels_a_transfer_that_no_cache_wants() -> None:
+    played = Cluster(rate=100_000, caching=False).play([one(TEXT, 8)])
     played.assert_sound()
     (r,) = played.records
     assert r.sources == "P" + "R" * 7
@@ -129,6 +135,16 @@ def test_an_answer_that_ends_on_the_relay_cancels_the_transfer() -> None:
         e.dst for e in played.events(ev.TransferCancelled) if isinstance(e, ev.TransferCancelled)
     ] == ["md0"]
     assert r.kv_received.get("md0", 0) < 200 * LAYOUT.bytes_per_token, "the rest never crossed"
+
+
+def test_after_an_answer_that_ended_on_the_relay_mains_cache_still_catches_up() -> None:
+    later = Session(1, 4 * SECOND, (Turn(TEXT + "and more", 8),))
+    played = Cluster(rate=100_000).play([one(TEXT, 8), later])
+    played.assert_sound()
+    first, second = played.records
+    assert first.sources == "P" + "R" * 7
+    assert first.kv_received["md0"] == 200 * LAYOUT.bytes_per_token
+    assert second.cached["main"] == second.cached["prefill"] == 200
 
 
 @pytest.mark.parametrize("position", range(0, 110, 6))
@@ -327,3 +343,292 @@ def test_the_order_of_callbacks_of_one_instant_changes_no_token(shuffle: int) ->
     shuffled = Cluster(prefills=2, mains=2, shuffle=shuffle).play(many(8, 120, 30))
     shuffled.assert_sound()
     assert {r.id: r.ids for r in shuffled.records} == {r.id: r.ids for r in plain.records}
+
+
+@pytest.mark.parametrize("gateway_site", ["a", "b"])
+@pytest.mark.parametrize("policy", [Naive(), Pdd(0)])
+def test_one_token_after_a_prompt_that_fills_its_pages(gateway_site: str, policy: Policy) -> None:
+    """F32: no decoder steps past the end; it has no page for that."""
+    cluster = Cluster(policy=policy, gateway_site=gateway_site, rate=None)
+    played = cluster.play([one("p" * 192, 1)])
+    played.assert_sound()
+    (r,) = played.records
+    assert (r.ids, r.finish_reason) == (oracle(prompt_ids("p" * 192), 1), "length")
+    assert not [e for e in played.events(ev.TokensMade) if e.source != "P"]  # type: ignore[attr-defined]
+
+
+def test_a_cancel_ends_no_transfer_but_its_own() -> None:
+    """F8: what is handed to a stream may still wait there for the link. Nobody else gets the stream
+    before it is through, so that nobody's abort can drop it.
+    """
+
+    async def cancel(deployment: Deployment) -> None:
+        await deployment.env.sleep(80 * MS)
+        deployment.client.post("gateway", "cancel", request="s1.0")
+
+    sessions = many(2, 200, 20, every=60 * MS)
+    played = Cluster(rate=500_000, policy=Naive()).play(sessions, during=cancel)
+    played.assert_sound()
+    first, second = played.records
+    assert (first.finish_reason, first.ids) == ("length", oracle(prompt_ids(first.prompt), 20))
+    assert (second.finish_reason, second.detail) == ("aborted", "cancelled by the client")
+
+
+def test_a_burst_of_long_prompts_does_not_overrun_the_control_streams() -> None:
+    """1.5 MB of ids at once, where 1 MiB may be posted: they wait for room, nobody is lost."""
+    cluster = Cluster(page_tokens=64, pages=64 * 90, chunk_tokens=4000, fabric=20_000_000)
+    played = cluster.play(many(90, 4000, 2), during=_stop_after(120 * MS))
+    played.assert_sound()
+    assert {r.detail for r in played.records} == {"cancelled by the client"}
+
+
+def _stop_after(time: Ns) -> Callable[[Deployment], Awaitable[None]]:
+    async def stop(deployment: Deployment) -> None:
+        await deployment.env.sleep(time)
+        deployment.client.stop()
+
+    return stop
+
+
+def test_a_peer_that_takes_no_control_frames_is_lost_by_name() -> None:
+    """A bound of the net is met by an abort of what needs that peer, not by the end of the run."""
+
+    async def flood(deployment: Deployment) -> None:
+        await deployment.env.sleep(20 * MS)
+        assert isinstance(deployment.net, SimNet)
+        deployment.net.set_rate("wan", 0)
+        for _ in range(60):
+            deployment.gateway.post("md0", "close", request="x" * 50_000)
+        deployment.net.set_rate("wan", 2_000_000)
+
+    played = Cluster(mains=2).play(many(2, 200, 20), during=flood)
+    played.assert_sound()
+    by_main = {r.main: r for r in played.records}
+    assert by_main["md0"].finish_reason == "aborted"
+    assert "md0 does not take its control frames" in by_main["md0"].detail
+    assert by_main["md1"].finish_reason == "length"
+
+
+def _cut(node: str, peer: str, at: Ns) -> Callable[[Deployment], Awaitable[None]]:
+    """Ends the control stream that `node` dialled to `peer`."""
+
+    async def cut(deployment: Deployment) -> None:
+        await deployment.env.sleep(at)
+        nodes = [*deployment.instances, deployment.gateway, deployment.client]
+        next(n for n in nodes if n.name == node).peers[peer].abort()
+
+    return cut
+
+
+def test_after_the_gateway_is_lost_every_request_ends() -> None:
+    sessions = [Session(i, i * 40 * MS, (Turn("x" * 100, 20, 0),) * 2) for i in range(4)]
+    played = Cluster().play(sessions, during=_cut("client", "gateway", 20 * MS))
+    played.assert_sound()
+    assert len(played.records) == 4
+    assert all(r.finish_reason == "aborted" for r in played.records)
+    assert all("lost the gateway" in r.detail for r in played.records)
+
+
+def test_an_instance_that_was_lost_gets_no_more_requests() -> None:
+    """F20: those that have another go there, and where there is none they fail at once, by name."""
+    sessions = many(8, 100, 20, every=50 * MS)
+    spread = Cluster(mains=2).play(sessions, during=_cut("gateway", "md0", 20 * MS))
+    spread.assert_sound()
+    assert [r.finish_reason for r in spread.records] == ["aborted", *["length"] * 7]
+    alone = Cluster().play(sessions, during=_cut("gateway", "md0", 20 * MS))
+    assert [r.finish_reason for r in alone.records] == ["aborted", *["rejected"] * 7]
+    assert alone.records[1].detail == "no main instance can be reached"
+    relayless = Cluster().play(sessions, during=_cut("gateway", "rld0", 20 * MS))
+    relayless.assert_sound()
+    assert [r.finish_reason for r in relayless.records] == ["aborted", *["length"] * 7]
+
+
+def test_a_decoder_that_has_lost_the_gateway_takes_no_offer() -> None:
+    """It would hold what nobody can end."""
+
+    async def offer_after_a_cut(deployment: Deployment) -> None:
+        rld = next(i for i in deployment.instances if i.name == "rld0")
+        rld.peers["gateway"].abort()
+        await offer(deployment, ghost())
+
+    played = Cluster().play([one("short", 5)], during=offer_after_a_cut)
+    played.assert_sound()
+    assert not [e for e in played.events(ev.Admitted) if e.request == "ghost"]  # type: ignore[attr-defined]
+
+
+def test_a_kv_stream_that_ended_while_idle_fails_nobody() -> None:
+    """F8: a failure belongs to the request it hit."""
+
+    async def cut(deployment: Deployment) -> None:
+        await deployment.env.sleep(SECOND)
+        main = next(i for i in deployment.instances if i.name == "md0")
+        for conn in list(main._connections):
+            if conn not in main.peers.values():
+                conn.abort()
+
+    played = Cluster(policy=Naive()).play(many(2, 100, 20, every=2 * SECOND), during=cut)
+    played.assert_sound()
+    assert [r.finish_reason for r in played.records] == ["length", "length"]
+
+
+def test_a_waiting_request_that_is_cancelled_lets_those_behind_it_pass() -> None:
+    """F9: the head, overtaken often enough, holds up the queue; once gone it must not."""
+
+    async def cancel(deployment: Deployment) -> None:
+        await deployment.env.sleep(1500 * MS)
+        deployment.client.post("gateway", "cancel", request="s1.0")
+
+    holder, head = one("a" * 100, 1500), one("b" * 600, 600)
+    sessions = [holder, replace(head, index=1, start_ns=100 * MS)]
+    sessions += [replace(s, index=s.index + 2) for s in many(MAX_OVERTAKEN + 4, 20, 5)]
+    sessions[2:] = [replace(s, start_ns=300 * MS) for s in sessions[2:]]
+    played = Cluster(policy=Naive(), page_tokens=16, pages=110).play(sessions, during=cancel)
+    played.assert_sound()
+    records = {r.id: r for r in played.records}
+    assert records["s1.0"].detail == "cancelled by the client"
+    gone = records["s1.0"].finished or 0
+    late = [r.admitted["md0"] - gone for r in records.values() if r.admitted.get("md0", 0) > gone]
+    assert len(late) == 4, "as many as may not overtake"
+    assert max(late) < 20 * MS
+    assert records["s0.0"].finished > 3 * SECOND  # type: ignore[operator]
+
+
+def test_main_is_offered_what_the_relay_has_admitted() -> None:
+    """P, RLD, MD: nothing on MD waits for pages of RLD."""
+    played = Cluster(pages=14, policy=Pdd(0), prefills=4, mains=4).play(many(8, 100, 60))
+    played.assert_sound()
+    for r in played.records:
+        assert r.admitted["rld0"] <= r.admitted[r.main or ""]
+
+
+def test_a_main_that_is_ready_long_before_the_relay_takes_over_all_the_same() -> None:
+    cluster = Cluster(policy=Pdd(0), fabric=10_000, rate=50_000_000, delay=0)
+    played = cluster.play([one(TEXT, 40)])
+    played.assert_sound()
+    (r,) = played.records
+    assert r.whole["md0"] < r.whole["rld0"]
+    assert (r.sources, r.extend_tokens) == ("P" + "M" * 39, 1)
+
+
+def ghost() -> Manifest:
+    """An offer of p0 to rld0 of a request that the gateway does not know."""
+    ids = tuple(range(40))
+    digest = prompt_digest(LAYOUT.fingerprint, ids)
+    return Manifest("ghost", 99, LAYOUT, ids, digest, 200, Sampling(), "gateway", "rld0", "md0")
+
+
+async def offer(deployment: Deployment, manifest: Manifest) -> None:
+    await deployment.env.sleep(5 * MS)
+    prefill = deployment.instances[0]
+    prefill.post("rld0", "offer", pack_ids(manifest.prompt), **manifest.fields())
+    await deployment.env.sleep(5 * MS)
+
+
+def test_a_decoder_whose_close_came_before_the_offer_is_told_again() -> None:
+    """It holds KV that nobody will withdraw; its own notice brings the close."""
+
+    async def haunt(deployment: Deployment) -> None:
+        manifest, prefill = ghost(), deployment.instances[0]
+        await offer(deployment, manifest)
+        kv = bytes(40 * LAYOUT.bytes_per_token)
+        prefill.post("rld0", "kv", kv, request="ghost", epoch=99, start=0, end=40)
+        prefill.post("rld0", "first", request="ghost", epoch=99, position=40, id=5)
+
+    played = Cluster().play([one(TEXT, 20)], during=haunt)
+    played.assert_sound()
+    (came,) = [e.t for e in played.events(ev.Admitted) if e.request == "ghost"]  # type: ignore[attr-defined]
+    (went,) = [e.t for e in played.events(ev.Freed) if e.request == "ghost"]  # type: ignore[attr-defined]
+    assert went - came < 10 * MS
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "fields"),
+    [
+        ("kv", b"short", {"start": 0, "end": 40}),
+        ("kv", b"", {"start": 10**6, "end": 10**6}),
+        ("kv", b"", {"start": None, "end": 40}),
+        ("first", b"", {"position": 41, "id": 5}),
+        ("first", b"", {"position": 40, "id": -5}),
+        ("ready", b"", {}),
+    ],
+)
+def test_a_frame_that_cannot_be_ends_its_request_and_nothing_else(
+    kind: str, payload: bytes, fields: dict[str, object]
+) -> None:
+    async def garble(deployment: Deployment) -> None:
+        await offer(deployment, ghost())
+        prefill = deployment.instances[0]
+        prefill.post("rld0", kind, payload, request="ghost", epoch=99, **fields)
+
+    played = Cluster().play([one(TEXT, 120)], during=garble)
+    played.assert_sound()
+    assert played.records[0].ids == oracle(prompt_ids(TEXT), 120)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [(range(20), "here already"), ([], "empty"), (range(5000), "never fit")],
+)
+def test_prefill_refuses_what_it_cannot_take(tokens: Sequence[int], why: str) -> None:
+    heard: list[str] = []
+
+    async def ask(deployment: Deployment) -> None:
+        await deployment.env.sleep(5 * MS)
+        gateway, name = deployment.gateway, "s0.0" if tokens == range(20) else "other"
+        gateway.on_failed = lambda _conn, frame: heard.append(frame["detail"])  # type: ignore[method-assign]
+        gateway.post(
+            "p0",
+            "prefill",
+            pack_ids(tokens),
+            request=name,
+            relay=None,
+            main="md0",
+            max_tokens=5,
+            sampling=[0.0, 0, 1.0, 0],
+            lease_ns=SECOND,
+        )
+
+    played = Cluster().play([one(TEXT, 40)], during=ask)
+    played.assert_sound()
+    assert played.records[0].ids == oracle(prompt_ids(TEXT), 40)
+    assert [why in detail for detail in heard if detail.startswith("p0:")] == [True]
+
+
+def test_a_turn_that_the_chat_template_refuses_is_rejected() -> None:
+    class OneTurn(ByteTokenizer):
+        def follow_up(self, text: str, *, after_eos: bool) -> list[int]:
+            raise BadInput("no second turn")
+
+    async def exchange(deployment: Deployment) -> None:
+        deployment.gateway.tokenizer = OneTurn()
+
+    turns = (Turn("first", 5, 0), Turn("second", 5, 0), Turn("third", 5, 0))
+    played = Cluster().play([Session(0, 0, turns)], during=exchange)
+    played.assert_sound()
+    assert [(r.finish_reason, r.detail) for r in played.records] == [
+        ("length", ""),
+        ("rejected", "no second turn"),
+    ]
+
+
+def test_a_submission_that_makes_no_sense_is_answered() -> None:
+    async def garble(deployment: Deployment) -> None:
+        await deployment.env.sleep(5 * MS)
+        client = deployment.client
+        client.post("gateway", "submit", b"xyz", request="s0.0", text="x", max_tokens=0)
+
+    played = Cluster().play([one(TEXT, 40)], during=garble)
+    (r,) = played.records
+    assert (r.finish_reason, "frame 'submit'" in r.detail) == ("rejected", True)
+
+
+def test_a_stranger_is_no_instance() -> None:
+    async def intrude(deployment: Deployment) -> None:
+        conn = await deployment.net.connect("rld0", "gateway")
+        conn.post(Frame("open", {"purpose": "kv"}))
+        about = {"role": "main", "kv_tokens": 1, "max_context": 1, "bytes_per_token": 1}
+        conn.post(Frame("hello", about))
+
+    played = Cluster().play([one(TEXT, 40, start=50 * MS)], during=intrude)
+    played.assert_sound()
+    assert played.records[0].finish_reason == "length"

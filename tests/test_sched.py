@@ -103,20 +103,20 @@ def test_a_later_request_of_the_same_id_is_not_booked_for_the_old_step() -> None
 
 
 def test_admission_is_in_order_and_lets_small_ones_pass_only_so_often() -> None:
-    free, taken = 10, []
+    free = 10
 
-    def allocate(request: str, pages: int) -> bool:
+    def reserve(request: str) -> bool:
         nonlocal free
+        pages = 11 if request == "large" else 0
         if pages > free:
             return False
         free -= pages
-        taken.append(request)
         return True
 
-    admission = Admission(allocate)
-    admission.add("large", 11)
+    admission = Admission(reserve)
+    admission.add("large")
     for i in range(MAX_OVERTAKEN + 5):
-        admission.add(f"small{i}", 0)
+        admission.add(f"small{i}")
     admitted = admission.admit()
     assert len(admitted) == MAX_OVERTAKEN
     assert admission.admit() == [], "nobody passes the starved head any more"
@@ -124,9 +124,25 @@ def test_admission_is_in_order_and_lets_small_ones_pass_only_so_often() -> None:
     assert admission.admit()[0] == "large"
 
 
+def test_what_runs_in_the_background_waits_until_nothing_else_can_be_stepped() -> None:
+    sched = scheduler()
+    lesson = prompt("lesson", 30)
+    lesson.background, lesson.sampling = True, None
+    sched.add(lesson)
+    sched.add(prompt("p", 10))
+    asked = []
+    while batch := sched.plan():
+        asked.append([s.request for s in batch.spans])
+        sched.apply(batch, [7 if s.sampling else None for s in batch.spans])
+        if sched.sequences.get("p") and sched.sequences["p"].computed == 10:
+            sched.drop("p")
+    assert asked[:3] == [["p"], ["p"], ["lesson"]]
+    assert lesson.pending == 0, "its last chunk draws nothing"
+
+
 def test_a_waiting_request_can_be_dropped() -> None:
-    admission = Admission(lambda _r, _p: False)
-    admission.add("a", 1)
+    admission = Admission(lambda _r: False)
+    admission.add("a")
     admission.admit()
     assert admission.drop("a")
     assert not admission.drop("a")

@@ -12,6 +12,7 @@ import pytest
 from pddrt.env import WallEnv
 from pddrt.errors import ConnectionLost
 from pddrt.frames import PREFIX, Frame
+from pddrt.netem import tcpnet
 from pddrt.netem.net import Connection
 from pddrt.netem.tcpnet import TcpNet
 from pddrt.trace import Trace
@@ -33,7 +34,9 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("what", STRANGERS)
-def test_a_stranger_is_dropped_and_counted(what: str) -> None:
+def test_a_stranger_is_dropped_and_counted(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcpnet, "HELLO_DEADLINE", 3600 * SECOND)  # not by the clock, but at once
+
     async def main() -> None:
         async with lab("tcp", world()) as here:
             near, far = await here.pair()
@@ -48,6 +51,37 @@ def test_a_stranger_is_dropped_and_counted(what: str) -> None:
             await near.send(Frame("x"))
             await far.recv()
             assert here.accepted["m"].empty()
+
+    on("tcp", main)
+
+
+def test_a_stranger_that_says_nothing_is_dropped_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcpnet, "HELLO_DEADLINE", 10 * MS)
+
+    async def main() -> None:
+        async with lab("tcp", world()) as here:
+            reader, writer = await asyncio.open_connection(*here.net.addresses["m"])
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+            assert here.net.strangers == 1
+
+    on("tcp", main)
+
+
+def test_the_hello_deadline_does_not_end_a_connection_that_said_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcpnet, "HELLO_DEADLINE", 300 * MS)
+
+    async def main() -> None:
+        async with lab("tcp", world()) as here:
+            near, far = await here.pair()
+            await here.env.sleep(310 * MS)
+            await near.send(Frame("x"))
+            await far.recv()
 
     on("tcp", main)
 

@@ -35,14 +35,18 @@ LAYERS = {
         "netem.impairments",
         "netem.traces",
         "workload",
+        "workload_fields",
+        "prompts",
+        "hitrate",
+        "traces",
         "metrics",
         "chips",
         "economics",
     ],
     "machines": ["engine", "netem"],
     "roles": ["roles"],
-    "compose": ["scenario", "run", "deployment", "cluster"],
-    "surface": ["cli", "show", "dashboard", "report", "serve"],
+    "compose": ["scenario", "run", "verify", "deployment", "cluster"],
+    "surface": ["cli", "show", "live", "postmortem", "dashboard", "report", "serve"],
 }
 RANK = {name: rank for rank, names in enumerate(LAYERS.values()) for name in names}
 SURFACE = len(LAYERS) - 1
@@ -51,6 +55,7 @@ ONLY_IN = {
     ("torch", "transformers", "tokenizers", "accelerate"): {
         "engine.torch",
         "engine.attention",
+        "engine.reference",
         "engine.models",
     },
     ("rich", "typer"): set(LAYERS["surface"]),

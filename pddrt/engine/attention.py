@@ -46,6 +46,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from pddrt.types import Run, Span
@@ -282,11 +283,20 @@ def paged_attention(
     mask: Tensor | None,
     scaling: float | None = None,
     *,
-    pddrt_step: StepContext,
-    **_: Any,
+    pddrt_step: StepContext | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls in every layer (see the module's docstring)."""
+    """The attention function transformers calls in every layer (see the module's docstring).
+
+    Without a step the model is meant as it stands: one text from its beginning, causal, by
+    transformers' own sdpa attention (`pddrt.engine.reference`).
+    """
     assert mask is None
+    if pddrt_step is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, None, scaling=scaling, **options
+        )
+        return plain
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return pddrt_step.attend(module.layer_idx, query, key, value, scale), None
 

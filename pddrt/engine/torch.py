@@ -84,7 +84,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Torch has a class for this on CUDA only; its CPU allocator raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -240,7 +240,7 @@ class TorchEngine:
                 self._stream.synchronize()
                 return ids
         except (MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             tokens = sum(len(span.tokens) for span in spans)
             raise CannotRun(f"a step of {tokens} tokens does not fit into memory") from error

@@ -6,7 +6,11 @@ enough, so that attention can read a sequence as a view; otherwise as few runs a
 
 Whoever may still write into an owner's pages (a step in flight, a socket read) **pins** the owner
 first. Releasing a pinned owner only marks it: the pages become free when the last pin is gone.
-Nothing else can free them.
+Nothing else can free them, and none of them can go to another owner.
+
+An owner's pages are listed in the order in which it got them. That is the order of its tokens only
+while it keeps all of them and reads no others: a request that shares pages of a prefix cache, or
+gives some of its own to it (`move`), keeps its page table itself and asks `runs_of` for slots.
 
 Invariants, checked by `check()`: free holes are disjoint, sorted, never adjacent; free + owned =
 all; no page twice.
@@ -15,13 +19,32 @@ all; no page twice.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from pddrt.types import Run
 
 
 class PoolCorrupt(AssertionError):
     """The accounting contradicts itself: a bug of ours, never the world's."""
+
+
+def runs_of(pages: Sequence[int], page_tokens: int, start: int, end: int) -> tuple[Run, ...]:
+    """The slots of token positions [start, end) of a page table, as few runs as its pages allow.
+
+    `pages` may belong to several owners: shared ones first, own ones behind. Raises PoolCorrupt
+    for positions outside the table.
+    """
+    if not 0 <= start <= end <= len(pages) * page_tokens:
+        raise PoolCorrupt(f"{len(pages)} pages of {page_tokens} do not hold [{start}, {end})")
+    if start == end:
+        return ()
+    first, last = start // page_tokens, (end - 1) // page_tokens
+    ranges = _ranges(pages[first : last + 1])
+    runs = [Run(page * page_tokens, count * page_tokens) for page, count in ranges]
+    skipped, unused = start - first * page_tokens, (last + 1) * page_tokens - end
+    runs[0] = Run(runs[0].slot + skipped, runs[0].length - skipped)
+    runs[-1] = Run(runs[-1].slot, runs[-1].length - unused)
+    return tuple(runs)
 
 
 class PagePool:
@@ -33,7 +56,7 @@ class PagePool:
         self.peak_used = 0
         self._holes: list[tuple[int, int]] = [(0, num_pages)] if num_pages else []  # (first, count)
         self._free = num_pages
-        self._owned: dict[str, tuple[int, ...]] = {}
+        self._owned: dict[str, dict[int, None]] = {}  # pages in the order they came, as keys
         self._pins: dict[str, int] = {}
         self._doomed: set[str] = set()
 
@@ -51,34 +74,27 @@ class PagePool:
     def owners(self) -> tuple[str, ...]:
         return tuple(self._owned)
 
+    def owns(self, owner: str) -> bool:
+        """Also true while pages given back wait for their last writer."""
+        return owner in self._owned
+
+    def pinned(self, owner: str) -> bool:
+        """Whether somebody may still write into the pages of `owner`."""
+        return owner in self._pins
+
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` token slots need."""
         return -(-tokens // self.page_tokens)
 
     def pages_of(self, owner: str) -> tuple[int, ...]:
-        return self._owned[owner]
+        return tuple(self._owned[owner])
+
+    def owns_page(self, owner: str, page: int) -> bool:
+        return page in self._owned.get(owner, ())
 
     def runs(self, owner: str, start: int, end: int) -> tuple[Run, ...]:
-        """The slots of token positions [start, end) of `owner`, as few runs as their pages
-        allow.
-        """
-        pages, size = self._owned[owner], self.page_tokens
-        if not 0 <= start <= end <= len(pages) * size:
-            raise PoolCorrupt(
-                f"{owner} owns {len(pages)} pages of {size}; asked for [{start}, {end})"
-            )
-        runs: list[Run] = []
-        position = start
-        while position < end:
-            page = position // size
-            slot = pages[page] * size + position % size
-            length = min(end, (page + 1) * size) - position
-            if runs and runs[-1].slot + runs[-1].length == slot:
-                runs[-1] = Run(runs[-1].slot, runs[-1].length + length)
-            else:
-                runs.append(Run(slot, length))
-            position += length
-        return tuple(runs)
+        """The slots of token positions [start, end) of `owner`, which has kept all its pages."""
+        return runs_of(self.pages_of(owner), self.page_tokens, start, end)
 
     # -- taking and giving back --------------------------------------------------------------------
 
@@ -88,36 +104,106 @@ class PagePool:
             raise PoolCorrupt(f"{owner} already owns pages")
         if pages > self._free:
             return False
-        taken: list[int] = []
-        while len(taken) < pages:
-            first, count = self._take_hole(pages - len(taken))
-            taken.extend(range(first, first + count))
-        self._owned[owner] = tuple(taken)
-        self._free -= pages
-        self.peak_used = max(self.peak_used, self.used)
+        self._owned[owner] = {}
+        self._give(owner, self._take(pages))
         return True
 
-    def _take_hole(self, wanted: int) -> tuple[int, int]:
-        """Cuts `wanted` pages from the smallest hole that has them, else takes the largest hole
-        whole.
+    def grow(self, owner: str, pages: int, near: int | None = None) -> tuple[int, ...] | None:
+        """Gives `owner` that many more pages and says which, or nothing and None.
+
+        `near`: the last page of its table. What is free right behind it is taken first, so that
+        the sequence goes on in the same run.
         """
-        fitting = [h for h in self._holes if h[1] >= wanted]
-        first, count = (
-            min(fitting, key=lambda h: (h[1], h[0]))
-            if fitting
-            else max(self._holes, key=lambda h: (h[1], -h[0]))
-        )
-        at = self._holes.index((first, count))
+        self._settled(owner)
+        if pages > self._free:
+            return None
+        taken = self._take(pages, near)
+        self._give(owner, taken)
+        return tuple(taken)
+
+    def _give(self, owner: str, pages: list[int]) -> None:
+        self._owned[owner].update(dict.fromkeys(pages))
+        self._free -= len(pages)
+        self.peak_used = max(self.peak_used, self.used)
+
+    def _take(self, wanted: int, near: int | None = None) -> list[int]:
+        """Cuts `wanted` pages out of the holes: from the one behind `near`, then whole holes,
+        largest first, until the smallest hole that has the rest can serve it.
+        """
+        taken: list[int] = []
+        if near is not None:
+            at = bisect_left(self._holes, (near + 1, 0))
+            if at < len(self._holes) and self._holes[at][0] == near + 1:
+                taken += self._cut(at, wanted)
+        while wanted > len(taken):
+            rest = wanted - len(taken)
+            fitting = [h for h in self._holes if h[1] >= rest]
+            if fitting:
+                hole = min(fitting, key=lambda h: (h[1], h[0]))
+                taken += self._cut(self._holes.index(hole), rest)
+            else:
+                taken += self._take_largest(rest)
+        return taken
+
+    def _cut(self, at: int, wanted: int) -> range:
+        first, count = self._holes[at]
         taken = min(count, wanted)
         self._holes[at : at + 1] = [(first + taken, count - taken)] if count > taken else []
-        return first, taken
+        return range(first, first + taken)
+
+    def _take_largest(self, wanted: int) -> list[int]:
+        """Whole holes, largest first, while the next one is smaller than what is still wanted.
+
+        In one pass: a pool that a cache has split into single pages has thousands of holes.
+        """
+        taken: list[int] = []
+        gone: set[int] = set()
+        for first, count in sorted(self._holes, key=lambda h: (-h[1], h[0])):
+            if count >= wanted - len(taken):
+                break
+            taken.extend(range(first, first + count))
+            gone.add(first)
+        self._holes = [h for h in self._holes if h[0] not in gone]
+        return taken
+
+    def move(self, source: str, target: str, pages: Sequence[int]) -> None:
+        """Makes `target`, which may be new, the owner of these pages of `source`.
+
+        Raises PoolCorrupt, with nothing changed, where `source` does not own them or somebody may
+        still write into its pages.
+        """
+        owned = self._settled(target) if target in self._owned else {}
+        self._disown(source, pages)
+        self._owned[target] = owned
+        owned.update(dict.fromkeys(pages))
+
+    def release_pages(self, owner: str, pages: Sequence[int]) -> None:
+        """Frees these pages of `owner`, who goes on. Raises PoolCorrupt as `move` does."""
+        self._disown(owner, pages)
+        self._free_all(pages)
+
+    def _disown(self, owner: str, pages: Sequence[int]) -> None:
+        owned = self._settled(owner)
+        if owner in self._pins:
+            raise PoolCorrupt(f"somebody may still write into the pages of {owner}")
+        if len(set(pages)) != len(pages):
+            raise PoolCorrupt(f"{owner} is to lose a page twice")
+        if not owned.keys() >= set(pages):
+            raise PoolCorrupt(f"{owner} does not own {sorted(set(pages) - owned.keys())}")
+        for page in pages:
+            del owned[page]
+
+    def _settled(self, owner: str) -> dict[int, None]:
+        """The pages of an owner that exists and is not about to go."""
+        if owner not in self._owned or owner in self._doomed:
+            raise PoolCorrupt(f"{owner} owns no pages, or gave them back before")
+        return self._owned[owner]
 
     def release(self, owner: str) -> int:
         """Gives back all pages of `owner`: at once, or when its last pin is gone. Pages freed
         now.
         """
-        if owner not in self._owned or owner in self._doomed:
-            raise PoolCorrupt(f"{owner} owns no pages, or gave them back before")
+        self._settled(owner)
         if owner in self._pins:
             self._doomed.add(owner)
             return 0
@@ -147,10 +233,13 @@ class PagePool:
 
     def _give_back(self, owner: str) -> int:
         pages = self._owned.pop(owner)
-        for first, count in _ranges(pages):
+        self._free_all(pages)
+        return len(pages)
+
+    def _free_all(self, pages: Collection[int]) -> None:
+        for first, count in _ranges(sorted(pages)):
             self._add_hole(first, count)
         self._free += len(pages)
-        return len(pages)
 
     def _add_hole(self, first: int, count: int) -> None:
         at = bisect_left(self._holes, (first, 0))
@@ -187,9 +276,12 @@ class PagePool:
 def _ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
     """Maximal consecutive ranges of `pages`, as (first, count), in the order given."""
     ranges: list[tuple[int, int]] = []
+    first = count = 0
     for page in pages:
-        if ranges and sum(ranges[-1]) == page:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
-        else:
-            ranges.append((page, 1))
-    return ranges
+        if count and page == first + count:
+            count += 1
+            continue
+        if count:
+            ranges.append((first, count))
+        first, count = page, 1
+    return [*ranges, (first, count)] if count else ranges

@@ -4,12 +4,13 @@ A policy is a class with `route(facts) -> Route`; it sees `Facts` and nothing el
 be tried on paper. All signals may be stale, and the length of the answer is unknown: only its bound
 is.
 
-- `Pdd`: P-RLD-MD where the KV would take longer than `relay_above` to cross the WAN, P-MD below.
+- `Pdd`: P-RLD-MD where the KV would take longer than `relay_above` to cross the WAN, P-MD below
+  (and where no relay can be reached).
 - `Naive`: always P-MD, which is what cross-datacenter disaggregation without a relay does.
 
-Expected transfer time: bytes * (1 + transfers under way) / rate + delay, the law of fair sharing on
-the path from P to MD. It is what the transfer alone would take, whatever part of it the prefill
-hides.
+Expected transfer time, of the KV that MD lacks: bytes * (1 + transfers under way) / rate + delay,
+the law of fair sharing on the path from P to MD. It is what the transfer alone would take, whatever
+part of it the prefill hides.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from pddrt.types import SECOND, Ns
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """What the gateway knows of one instance: requests and tokens it has sent there that are not
-    over.
+    """What the gateway knows of an instance in its reach: requests and tokens it has sent there
+    that are not over, and how many tokens of this prompt are probably cached there.
     """
 
     name: str
     requests: int
     tokens: int
+    hit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class PathFacts:
 @dataclass(frozen=True, slots=True)
 class Facts:
     prompt_tokens: int
-    kv_bytes: int
+    bytes_per_token: int
     prefills: Sequence[InstanceFacts]
     relays: Sequence[InstanceFacts]
     mains: Sequence[InstanceFacts]
@@ -74,11 +76,23 @@ def transfer_time(kv_bytes: int, path: PathFacts) -> Ns | None:
     return kv_bytes * (1 + path.transfers) * SECOND // path.rate + path.delay
 
 
-def least_loaded(instances: Sequence[InstanceFacts]) -> str:
-    """The instance with the fewest tokens under way; the first in the scenario's order among
-    equals.
+def cheapest(instances: Sequence[InstanceFacts]) -> InstanceFacts:
+    """Affinity and load in one score: tokens under way, less those of this prompt that are cached.
+
+    A busy instance thus loses a conversation once its queue outweighs the prefix it holds, and no
+    instance draws all traffic because it holds what all prompts begin with. Among equals the first
+    in the scenario's order.
     """
-    return min(instances, key=lambda i: (i.tokens, i.requests)).name
+    return min(instances, key=lambda i: (i.tokens - i.hit, i.requests))
+
+
+def expected_transfer(facts: Facts, prefill: InstanceFacts, main: InstanceFacts) -> Ns | None:
+    """Time for the KV that `main` lacks, and for nothing that it has."""
+    missing = (facts.prompt_tokens - main.hit) * facts.bytes_per_token
+    return transfer_time(missing, facts.paths[prefill.name, main.name])
+
+
+NO_RELAY = "no relay can be reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +100,31 @@ class Pdd:
     relay_above: Ns
 
     def route(self, facts: Facts) -> Route:
-        prefill, main = least_loaded(facts.prefills), least_loaded(facts.mains)
-        estimate = transfer_time(facts.kv_bytes, facts.paths[prefill, main])
-        if estimate is None or estimate > self.relay_above:
+        prefill, main = cheapest(facts.prefills), cheapest(facts.mains)
+        estimate = expected_transfer(facts, prefill, main)
+        slow = estimate is None or estimate > self.relay_above
+        if slow and facts.relays:
             return Route(
                 "P-RLD-MD",
-                prefill,
-                least_loaded(facts.relays),
-                main,
+                prefill.name,
+                cheapest(facts.relays).name,
+                main.name,
                 estimate,
                 "the transfer is expected to take longer than relay_above",
             )
         return Route(
             "P-MD",
-            prefill,
+            prefill.name,
             None,
-            main,
+            main.name,
             estimate,
-            "the transfer is expected to fit within relay_above",
+            NO_RELAY if slow else "the transfer is expected to fit within relay_above",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Naive:
     def route(self, facts: Facts) -> Route:
-        prefill, main = least_loaded(facts.prefills), least_loaded(facts.mains)
-        estimate = transfer_time(facts.kv_bytes, facts.paths[prefill, main])
-        return Route("P-MD", prefill, None, main, estimate, "policy naive: always P-MD")
+        prefill, main = cheapest(facts.prefills), cheapest(facts.mains)
+        estimate = expected_transfer(facts, prefill, main)
+        return Route("P-MD", prefill.name, None, main.name, estimate, "policy naive: always P-MD")

@@ -4,7 +4,8 @@ Every time a user can perceive is taken here, once: when a request was sent, whe
 when it ended. The client checks nothing; that the stream is contiguous is checked from the trace.
 
 A session's next turn goes out when the former has ended and its think time has passed; it carries
-the ids of the conversation so far, as they were made, never encoded again. A turn that was rejected
+the ids of the conversation so far, as they were made, never encoded again (a scripted answer, which
+nobody made, is encoded once). A turn that was rejected
 or aborted ends its session.
 """
 
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 from pddrt.env import Env
-from pddrt.errors import PeerError
+from pddrt.errors import ConnectionLost, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
 from pddrt.netem.net import Connection, Net
 from pddrt.roles.node import Node
-from pddrt.trace import Finished, RequestSent, TokensReceived
+from pddrt.trace import Accepted, Finished, RequestSent, TokensReceived
 from pddrt.types import Ns, Sampling
 from pddrt.workload import Session, Turn
 
@@ -56,30 +57,49 @@ class Client(Node):
         async with gate:
             await self._pause(begin + session.start_ns)
             history: list[int] = []
+            answer: str | None = None
             for number, turn in enumerate(session.turns):
                 if number:
                     await self._pause(self.env.now() + turn.think_ns)
                 if self._stopped:
                     return
-                call = await self._ask(session.index, number, turn, history)
+                before = history if turn.context == "follow" else []
+                call = await self._ask(session, number, turn, before, answer)
                 if call.reason not in ("stop", "length"):
                     return
-                history = call.ids + call.output
+                if turn.context != "aside":
+                    answer = turn.answer
+                    history = call.ids + (call.output if answer is None else [])
 
-    async def _ask(self, session: int, turn: int, what: Turn, history: list[int]) -> Call:
-        request = f"s{session}.{turn}"
+    async def _ask(
+        self, session: Session, turn: int, what: Turn, history: list[int], answer: str | None
+    ) -> Call:
+        """Sends one request and waits for its end. `history` are the ids of the conversation so
+        far; `answer`, the workload's own answer to its last turn, is to stand behind them.
+        """
+        request = f"s{session.index}.{turn}"
         call = self._calls[request] = Call()
         seed = self.env.rng(f"sampling/{request}").getrandbits(48)
-        self.env.trace.emit(RequestSent(self.env.now(), request, session, turn, what.text))
-        self.post(
-            self.gateway,
-            "submit",
-            pack_ids(history),
-            request=request,
-            text=what.text,
-            max_tokens=what.max_tokens,
-            sampling=astuple(replace(self.sampling, seed=seed)),
+        sampling = astuple(replace(self.sampling, seed=seed))
+        self.env.trace.emit(
+            RequestSent(self.env.now(), request, session.index, turn, what.text, sampling)
         )
+        about = {
+            "request": request,
+            "text": what.text,
+            "system": session.system,
+            "answer": answer,
+            "raw": what.ids is not None,
+            "max_tokens": what.max_tokens,
+            "sampling": sampling,
+        }
+        ids = history if what.ids is None else what.ids
+        try:
+            if self.gateway not in self.peers:
+                raise ConnectionLost("there is no control stream")
+            await self.peers[self.gateway].send(Frame("submit", about, pack_ids(ids)))
+        except ConnectionLost as error:
+            self.fail(request, f"lost the gateway: {error}")
         await call.ended.wait()
         del self._calls[request]
         return call
@@ -116,8 +136,9 @@ class Client(Node):
         """From the gateway: these are the ids of the whole prompt."""
         if call := self._calls.get(frame["request"]):
             call.ids = unpack_ids(frame.payload)
+            self.env.trace.emit(Accepted(self.env.now(), frame["request"], tuple(call.ids)))
 
-    def on_tokens(self, conn: Connection, frame: Frame) -> None:
+    def on_answer(self, conn: Connection, frame: Frame) -> None:
         request, ids = frame["request"], unpack_ids(frame.payload)
         if call := self._calls.get(request):
             call.output.extend(ids)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env, Timer
-from pddrt.errors import PeerError
+from pddrt.errors import BadFrame, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
 from pddrt.netem.net import Connection, Net
 from pddrt.protocol import (
@@ -56,6 +56,10 @@ class Decoding:
     admitted: bool = False
     stream: Connection | None = None
     """Where its KV comes in."""
+    answered: bool = False
+    """The client has the whole answer; what still arrives is for the cache."""
+    lesson: list[int] | None = None
+    """Prompt and answer, to be learnt when the KV of the prompt is here."""
     seq: SequenceState | None = None
 
     @property
@@ -88,8 +92,14 @@ class Decoder(Instance):
         manifest = Manifest.parse(frame.fields, unpack_ids(frame.payload))
         limits = Limits(len(manifest.prompt), manifest.max_tokens, self.eos_ids)
         refusal = manifest.objection(self.engine.layout)
-        if manifest.request in self._entries:
+        if manifest.request in self._entries or self.memory.holds(manifest.request):
             refusal = "a request of that id is here already"
+        elif self.name not in (manifest.relay, manifest.main):
+            refusal = f"{self.name} has no part in it"
+        elif not manifest.prompt:
+            refusal = "the prompt is empty"
+        elif manifest.gateway not in self.peers:
+            refusal = f"{manifest.gateway} is out of reach: nobody could end it here"
         elif limits.kv_tokens > self.spec.kv_tokens:
             refusal = f"{limits.kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
         if refusal:
@@ -109,32 +119,43 @@ class Decoder(Instance):
             f"lease expired on {self.name}",
         )
         self._entries[manifest.request] = Decoding(manifest, conn.peer, side, lease)
-        self.wait_for_pages(manifest.request, limits.kv_tokens)
+        self.wait_for_memory(manifest.request, manifest.prompt, limits.kv_tokens)
 
-    def admitted(self, request: str) -> None:
+    def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
+        if frame.kind == "offer":
+            epoch = frame.fields.get("epoch")
+            self.post(conn.peer, "refuse", request=request, epoch=epoch, reason=detail)
+        else:
+            super().blame(conn, frame, request, detail)
+
+    def admitted(self, request: str, hit: int) -> None:
+        """Only what is not cached here will be sent; an empty transfer is a transfer, and whole."""
         entry = self._entries[request]
         entry.admitted = True
-        self.post(entry.prefill, "admit", request=request, epoch=entry.manifest.epoch, have=0)
+        self.post(entry.prefill, "admit", request=request, epoch=entry.manifest.epoch, have=hit)
+        self._kv_arrived(entry, entry.side.on_kv(0, hit))
 
     # -- KV ----------------------------------------------------------------------------------------
 
-    def _find(self, frame: Frame) -> Decoding | None:
-        """The request that KV belongs to; None when it is gone or the KV is of another epoch."""
+    def _find(self, conn: Connection, frame: Frame) -> Decoding | None:
+        """The request that P speaks of; None when it is gone, of another epoch or of another P."""
         entry = self._entries.get(frame["request"])
-        if entry is None or entry.manifest.epoch != frame["epoch"] or not entry.admitted:
+        if entry is None or (entry.prefill, entry.manifest.epoch) != (conn.peer, frame["epoch"]):
             return None
         return entry
 
     def on_kv(self, conn: Connection, frame: Frame) -> None:
-        if entry := self._find(frame):
+        if entry := self._find(conn, frame):
             entry.stream = conn
-            start, end = frame["start"], frame["end"]
-            actions = entry.side.on_kv(
-                start, end
-            )  # refuses a range that is wrong before it is written
-            self.engine.write_kv(
-                self.pool.runs(entry.request, start, end), memoryview(frame.payload)
-            )
+            start, end, size = frame["start"], frame["end"], len(frame.payload)
+            if not entry.admitted or size != (end - start) * self.engine.layout.bytes_per_token:
+                raise BadFrame(
+                    f"{size} bytes are not the KV of [{start}, {end}) that was asked for"
+                )
+            # A range that is wrong is refused before it is written.
+            actions = entry.side.on_kv(start, end)
+            runs = self.memory.runs(entry.request, start, end)
+            self.engine.write_kv(runs, memoryview(frame.payload))
             self.env.trace.emit(
                 KVReceived(self.env.now(), entry.request, self.name, start, end, len(frame.payload))
             )
@@ -142,17 +163,23 @@ class Decoder(Instance):
 
     def on_first(self, conn: Connection, frame: Frame) -> None:
         """From P, behind the KV: the id at position m."""
-        if entry := self._find(frame):
+        if entry := self._find(conn, frame):
+            if frame["position"] != entry.side.limits.prompt_len:
+                raise BadFrame(f"a first id at {frame['position']}")
             self._kv_arrived(entry, entry.side.on_first(frame["id"]))
 
     def _kv_arrived(self, entry: Decoding, actions: list[Action]) -> None:
         side, manifest = entry.side, entry.manifest
         relayed_main = isinstance(side, MainSide) and side.relayed
-        if side.kv.whole and (relayed_main or side.ids):
+        if side.kv.whole and (relayed_main or side.ids or entry.answered):
             self.env.trace.emit(
                 KVWhole(self.env.now(), entry.request, self.name, side.limits.prompt_len)
             )
+            self.keep(entry.request, manifest.prompt[: self.memory.whole(side.limits.prompt_len)])
             self.post(entry.prefill, "whole", request=entry.request, epoch=manifest.epoch)
+            if entry.answered:
+                self._end(entry)
+                return
             self.post(manifest.gateway, "whole", request=entry.request)
             if not relayed_main:
                 self._deliver(entry, side.limits.prompt_len, side.ids[0], "P")
@@ -165,6 +192,8 @@ class Decoder(Instance):
         entry = self._entries.get(frame["request"])
         if entry is None or not isinstance(entry.side, RelaySide):
             return
+        if conn.peer != entry.manifest.main:
+            raise BadFrame(f"{conn.peer} is not its main decoder")
         self.env.trace.emit(MainReady(self.env.now(), entry.request, self.name, conn.peer))
         in_step = entry.seq is not None and entry.seq.in_step
         self._execute(entry, entry.side.on_main_ready(in_step))
@@ -174,6 +203,8 @@ class Decoder(Instance):
         entry = self._entries.get(frame["request"])
         if entry is None or not isinstance(entry.side, MainSide):
             return
+        if conn.peer != entry.manifest.relay:
+            raise BadFrame(f"{conn.peer} is not its relay decoder")
         ids = unpack_ids(frame.payload)
         actions = entry.side.on_ids(frame["start"], ids, frame["last"])
         if frame["last"]:
@@ -265,19 +296,40 @@ class Decoder(Instance):
     # -- ends --------------------------------------------------------------------------------------
 
     def on_close(self, conn: Connection, frame: Frame) -> None:
-        """From the gateway: the request is over, whatever is left of it here."""
-        if entry := self._entries.get(frame["request"]):
+        """From the gateway: the request is over, whatever is left of it here. KV that is on its way
+        to a main decoder's cache still arrives (see `Prefill.on_close`).
+        """
+        entry = self._entries.get(frame["request"])
+        if entry is None or conn.peer != entry.manifest.gateway:
+            return
+        main, receiving = isinstance(entry.side, MainSide), entry.side.state is State.RECEIVING
+        if frame["answered"] and main and receiving and self.spec.caching:
+            entry.answered = True
+        else:
             self._end(entry)
 
+    def on_learn(self, conn: Connection, frame: Frame) -> None:
+        entry = self._entries.get(frame["request"])
+        if entry is not None and entry.answered:
+            entry.lesson = unpack_ids(frame.payload)
+        else:
+            super().on_learn(conn, frame)
+
     def fail(self, request: str, detail: str) -> None:
+        """P is told too, while it sends: the gateway may have forgotten a request that was
+        answered.
+        """
         if entry := self._entries.get(request):
             self.post(entry.manifest.gateway, "failed", request=request, detail=detail)
+            if entry.side.state is State.RECEIVING:
+                epoch = entry.manifest.epoch
+                self.post(entry.prefill, "refuse", request=request, epoch=epoch, reason=detail)
             self._end(entry)
 
     def on_withdraw(self, conn: Connection, frame: Frame) -> None:
         """From P: its offer no longer stands. Whoever has the whole KV does not need P any more."""
-        entry = self._entries.get(frame["request"])
-        if entry and entry.manifest.epoch == frame["epoch"] and entry.side.state is State.RECEIVING:
+        entry = self._find(conn, frame)
+        if entry and entry.side.state is State.RECEIVING:
             self._end(entry)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
@@ -301,10 +353,18 @@ class Decoder(Instance):
     def _end(self, entry: Decoding) -> None:
         del self._entries[entry.request]
         entry.lease.cancel()
+        whole = entry.side.kv.whole
         entry.side.close()
-        self.give_back_pages(entry.request)
+        if entry.seq is not None:
+            self.keep(entry.request, entry.seq.ids[: entry.seq.computed])
+        elif whole:
+            self.keep(entry.request, entry.manifest.prompt)
+        self.give_back(entry.request)
+        if entry.lesson is not None:
+            self.learn(entry.request, entry.lesson, len(entry.manifest.prompt))
 
-    async def close(self) -> None:
+    def end_all(self) -> None:
         for entry in list(self._entries.values()):
+            entry.lesson = None
             self._end(entry)
-        await super().close()
+        super().end_all()

@@ -17,8 +17,9 @@ from dataclasses import astuple, dataclass, field
 
 from pddrt.engine.tokens import Detokenizer, Tokenizer
 from pddrt.env import Env, Timer
-from pddrt.errors import PeerError
+from pddrt.errors import BadFrame, BadInput, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.kv.memory import KVMemory
 from pddrt.netem.net import Connection, LinkSpec, Net, Topology
 from pddrt.policy.route import Facts, InstanceFacts, PathFacts, Policy, Route
 from pddrt.protocol import Limits, finish
@@ -32,31 +33,46 @@ LEASE_GRACE: Ns = 5 * SECOND
 
 @dataclass(slots=True)
 class Capacity:
-    """What an instance said of itself."""
+    """What an instance said of itself, and what it is thought to be doing and to have cached.
+
+    `memory` is a guess at its prefix cache: the same cache, fed with what was sent there, page
+    numbers that mean nothing. The instance is not asked; what it finds when it admits decides.
+    """
 
     role: str
     kv_tokens: int
     max_context: int
     bytes_per_token: int
+    memory: KVMemory
     requests: int = 0
     tokens: int = 0
+
+    def remember(self, ids: Sequence[int]) -> None:
+        """KV of `ids` has been there."""
+        if ids and self.memory.reserve("", ids, len(ids)):
+            if self.memory.tail(""):
+                self.memory.copied("")
+            self.memory.keep("", ids)
+            self.memory.release("")
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request's answer as it grows. `next` is the absolute position of the next id to pass
-    on.
+    """One request's answer as it grows. `ids` are the prompt's and those passed on, `next` is the
+    absolute position of the next one, `tokens` where the longest answer ends.
     """
 
     request: str
     client: str
     route: Route
     limits: Limits
+    ids: list[int]
     text: Detokenizer
     deadline: Timer
     next: int
     tokens: int
     main_has_kv: bool = False
+    last_maker: str = ""
     early: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -80,11 +96,13 @@ class Gateway(Node):
         self.eos_ids = eos_ids
         self.deadline = deadline
         self.instances: dict[str, Capacity] = {}
+        self._expected: tuple[str, ...] = ()
         self._introduced = asyncio.Event()
         self._streams: dict[str, Stream] = {}
 
     async def dial(self, peers: Sequence[str]) -> None:
         """Connects to the instances and waits until each has said what it is."""
+        self._expected = tuple(peers)
         await super().dial(peers)
         while len(self.instances) < len(peers):
             self._introduced.clear()
@@ -92,36 +110,72 @@ class Gateway(Node):
         self.instances = {name: self.instances[name] for name in peers}
 
     def on_hello(self, conn: Connection, frame: Frame) -> None:
+        if conn.peer not in self._expected or conn.peer in self.instances:
+            raise BadFrame(f"nobody asked {conn.peer} who it is")
         self.instances[conn.peer] = Capacity(
-            frame["role"], frame["kv_tokens"], frame["max_context"], frame["bytes_per_token"]
+            frame["role"],
+            frame["kv_tokens"],
+            frame["max_context"],
+            frame["bytes_per_token"],
+            KVMemory(
+                frame["kv_tokens"] // frame["page_tokens"],
+                frame["page_tokens"],
+                "",
+                caching=frame["caching"],
+            ),
         )
         self._introduced.set()
 
     # -- entering ----------------------------------------------------------------------------------
 
     def on_submit(self, conn: Connection, frame: Frame) -> None:
-        """From a client: a text to answer, after the ids of the conversation so far (payload)."""
+        """From a client: a text to answer, after the ids of the conversation so far (payload); or,
+        `raw`, ids that are the whole prompt.
+        """
         request = frame["request"]
         if request in self._streams:
             self._tell_end(conn.peer, request, "rejected", "a request of that id is under way")
             return
-        history = unpack_ids(frame.payload)
-        if history:
-            ended = history[-1] in self.eos_ids
-            ids = history + self.tokenizer.follow_up(frame["text"], after_eos=ended)
-        else:
-            ids = self.tokenizer.chat(frame["text"])
+        try:
+            ids = self._prompt(frame)
+        except BadInput as error:
+            self._tell_end(conn.peer, request, "rejected", str(error))
+            return
         limits = Limits(len(ids), frame["max_tokens"], self.eos_ids)
         if refusal := self._refusal(limits):
             self._tell_end(conn.peer, request, "rejected", refusal)
             return
-        route = self.policy.route(self._facts(limits))
+        route = self.policy.route(self._facts(limits, ids))
         self._open(conn.peer, request, route, limits, ids, Sampling(*frame["sampling"]))
+
+    def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
+        if frame.kind == "submit":
+            self._tell_end(conn.peer, request, "rejected", detail)
+        else:
+            super().blame(conn, frame, request, detail)
+
+    def _prompt(self, frame: Frame) -> list[int]:
+        """The ids of the whole prompt. Ids of earlier turns are taken as they are; `answer` is the
+        workload's own answer to the last of them, where it stands in for the model's.
+        """
+        history = unpack_ids(frame.payload)
+        if frame["raw"]:
+            return history
+        if not history:
+            system = [{"role": "system", "content": frame["system"]}] if frame["system"] else []
+            return self.tokenizer.chat([*system, {"role": "user", "content": frame["text"]}])
+        if frame["answer"] is not None:
+            history += self.tokenizer.encode_within(frame["answer"])
+        ended = history[-1] in self.eos_ids
+        return history + self.tokenizer.follow_up(frame["text"], after_eos=ended)
 
     def _refusal(self, limits: Limits) -> str | None:
         """Why this request can never be served; None if it can."""
         if not limits.prompt_len:
             return "the prompt is empty"
+        for role in ("prefill", "main"):
+            if not self._reachable(role):
+                return f"no {role} instance can be reached"
         needed = limits.prompt_len + limits.max_tokens
         context = min(i.max_context for i in self.instances.values())
         if needed > context:
@@ -135,15 +189,15 @@ class Gateway(Node):
                 return f"{slots} tokens of KV can never fit into the {instance.kv_tokens} of {name}"
         return None
 
-    def _facts(self, limits: Limits) -> Facts:
-        def of(role: str) -> list[InstanceFacts]:
-            return [
-                InstanceFacts(name, i.requests, i.tokens)
-                for name, i in self.instances.items()
-                if i.role == role
-            ]
+    def _reachable(self, role: str, ids: Sequence[int] = ()) -> list[InstanceFacts]:
+        return [
+            InstanceFacts(name, i.requests, i.tokens, i.memory.peek(ids))
+            for name, i in self.instances.items()
+            if i.role == role and name in self.peers
+        ]
 
-        prefills, mains = of("prefill"), of("main")
+    def _facts(self, limits: Limits, ids: Sequence[int]) -> Facts:
+        prefills, mains = self._reachable("prefill", ids), self._reachable("main", ids)
         paths = {}
         for p in prefills:
             for m in mains:
@@ -151,8 +205,14 @@ class Gateway(Node):
                 paths[p.name, m.name] = PathFacts(
                     link.rate if link else None, link.delay if link else 0, self._transfers(link)
                 )
-        kv_bytes = limits.prompt_len * self.instances[prefills[0].name].bytes_per_token
-        return Facts(limits.prompt_len, kv_bytes, prefills, of("relay"), mains, paths)
+        return Facts(
+            prompt_tokens=limits.prompt_len,
+            bytes_per_token=self.instances[prefills[0].name].bytes_per_token,
+            prefills=prefills,
+            relays=self._reachable("relay", ids),
+            mains=mains,
+            paths=paths,
+        )
 
     def _transfers(self, link: LinkSpec | None) -> int:
         """Transfers to main decoders that are under way on `link`."""
@@ -177,6 +237,7 @@ class Gateway(Node):
             client,
             route,
             limits,
+            list(ids),
             Detokenizer(self.tokenizer),
             deadline,
             next=limits.prompt_len,
@@ -198,11 +259,13 @@ class Gateway(Node):
                 route.reason,
             )
         )
-        self.post(client, "accepted", pack_ids(ids), request=request)
-        self.post(
+        packed = pack_ids(ids)
+        self.post_when_room(client, lambda: True, "accepted", packed, request=request)
+        self.post_when_room(
             route.prefill,
+            lambda: self._streams.get(request) is stream,
             "prefill",
-            pack_ids(ids),
+            packed,
             request=request,
             relay=route.relay,
             main=route.main,
@@ -223,9 +286,13 @@ class Gateway(Node):
     # -- the answer --------------------------------------------------------------------------------
 
     def on_whole(self, conn: Connection, frame: Frame) -> None:
-        """A decoder holds the whole KV of this request."""
+        """A decoder holds the whole KV of this request. If that is over, our `close` may have come
+        there before P's offer did, and P may have nothing left to withdraw: say it again.
+        """
         stream = self._streams.get(frame["request"])
-        if stream is not None and conn.peer == stream.route.main:
+        if stream is None:
+            self.post(conn.peer, "close", request=frame["request"], answered=True)
+        elif conn.peer == stream.route.main:
             stream.main_has_kv = True
 
     def on_tokens(self, conn: Connection, frame: Frame) -> None:
@@ -236,7 +303,7 @@ class Gateway(Node):
         if conn.peer not in self._members(stream):
             raise PeerError(f"{conn.peer} has no part in {stream.request}")
         for position, token in enumerate(unpack_ids(frame.payload), frame["start"]):
-            if position >= stream.next:
+            if stream.next <= position < stream.tokens:
                 stream.early.setdefault(position, (token, frame["source"]))
         self._flush(stream)
 
@@ -245,17 +312,21 @@ class Gateway(Node):
         while stream.next in stream.early:
             token, source = stream.early.pop(stream.next)
             position, first = stream.next, stream.next == stream.limits.prompt_len
-            stream.next += 1
             if first:
                 now = self.env.now()
                 self.env.trace.emit(Released(now, stream.request, now))
+                for name in self._members(stream):
+                    self.instances[name].remember(stream.ids)
+            stream.next += 1
+            stream.ids.append(token)
+            stream.last_maker = source
             reason = finish(stream.limits, position, token)
             text = "" if reason == "stop" else stream.text.push(token)
             if reason:
                 text += stream.text.finish()
             self.post(
                 stream.client,
-                "tokens",
+                "answer",
                 pack_ids([token]),
                 request=stream.request,
                 start=position - stream.limits.prompt_len,
@@ -270,10 +341,14 @@ class Gateway(Node):
 
     def on_failed(self, conn: Connection, frame: Frame) -> None:
         """From an instance: it cannot go on with this request."""
-        self.fail(frame["request"], frame["detail"])
+        stream = self._streams.get(frame["request"])
+        if stream is not None and conn.peer in self._members(stream):
+            self.fail(stream.request, frame["detail"])
 
     def on_cancel(self, conn: Connection, frame: Frame) -> None:
-        self.fail(frame["request"], "cancelled by the client")
+        stream = self._streams.get(frame["request"])
+        if stream is not None and conn.peer == stream.client:
+            self.fail(stream.request, "cancelled by the client")
 
     def fail(self, request: str, detail: str) -> None:
         if stream := self._streams.get(request):
@@ -284,8 +359,30 @@ class Gateway(Node):
         stream.deadline.cancel()
         self._count(stream, -1)
         self._tell_end(stream.client, stream.request, reason, detail)
+        answered = reason in ("stop", "length")
         for name in self._members(stream):
-            self.post(name, "close", request=stream.request)
+            self.post(name, "close", request=stream.request, answered=answered)
+        if answered:
+            self._teach(stream)
+
+    def _teach(self, stream: Stream) -> None:
+        """P learns the answer, and MD does where it was made elsewhere: hits stay equal."""
+        ids = stream.ids[:-1]  # nobody has KV of the last
+        learners = [stream.route.prefill]
+        if stream.last_maker != "M":
+            learners.append(stream.route.main)
+        packed = pack_ids(ids)
+        for name in learners:
+            self.post_when_room(
+                name,
+                lambda: True,
+                "learn",
+                packed,
+                request=stream.request,
+                prompt_tokens=stream.limits.prompt_len,
+            )
+        for name in (stream.route.prefill, stream.route.main):
+            self.instances[name].remember(ids)
 
     def _tell_end(self, client: str, request: str, reason: str, detail: str) -> None:
         self.post(client, "end", request=request, reason=reason, detail=detail)

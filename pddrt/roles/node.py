@@ -2,8 +2,8 @@
 step loop.
 
 `Node` listens under its name, dials its peers, and calls `on_<kind>` for each frame. Handlers are
-plain functions: they decide and post, they never wait. Only three things wait: a reader of a
-connection, the step loop, a KV transfer.
+plain functions: they decide and post, they never wait. Only four things wait: a reader of a
+connection, the step loop, a KV transfer, the sending of a prompt (`post_when_room`).
 
 Between two nodes runs one **control** stream; KV goes over **kv** streams of its own, so that
 tokens and commands never queue behind it. The dialling side says which it is in the first frame,
@@ -12,25 +12,30 @@ tokens and commands never queue behind it. The dialling side says which it is in
 `Instance` adds the pool, the scheduler and the engine. It owns the pages; the engine owns the
 tensors. A step pins the pages of its sequences until it has returned.
 
-A `PeerError` raised by a handler ends the request that the frame speaks of (`fail`), else the
-connection. Late frames for requests that are gone are ignored by the handlers. Anything else that
-escapes is a bug and ends the run.
+A frame that is not as `protocol.MESSAGES` says, or a `PeerError` raised by a handler, ends the
+request that the frame speaks of (`fail`), else the connection. Late frames for requests that are
+gone are ignored by the handlers. Anything else that escapes is a bug and ends the run.
+
+A peer that does not take its control frames is as good as lost: its connection is ended, and its
+reader does what there is to do then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env
-from pddrt.errors import BadFrame, PeerError
-from pddrt.frames import Frame
-from pddrt.kv.pages import PagePool
+from pddrt.errors import BadFrame, ConnectionLost, PeerError
+from pddrt.frames import Frame, unpack_ids
+from pddrt.kv.memory import KVMemory
 from pddrt.netem.net import Connection, Net
-from pddrt.sched import Admission, Batch, Outcome, Scheduler
-from pddrt.trace import Admitted, Freed, PoolChecked, Step
+from pddrt.protocol import MESSAGES, check_fields
+from pddrt.sched import Admission, Batch, Outcome, Scheduler, SequenceState
+from pddrt.trace import Admitted, Freed, Kept, Learnt, PoolChecked, Step
 from pddrt.types import LETTER, Ns, Role
 
 Handler = Callable[[Connection, Frame], None]
@@ -45,6 +50,7 @@ class Node:
         self.name = name
         self.peers: dict[str, Connection] = {}
         self._connections: list[Connection] = []
+        self._overrun: dict[str, PeerError] = {}
         self._closing = False
 
     # -- starting and ending -----------------------------------------------------------------------
@@ -63,6 +69,9 @@ class Node:
 
     async def open(self, peer: str, purpose: str) -> Connection:
         conn = await self.net.connect(self.name, peer)
+        if self._closing:
+            conn.abort()
+            raise ConnectionLost(f"{self.name} is closing")
         self._connections.append(conn)
         conn.post(Frame("open", {"purpose": purpose}))
         return conn
@@ -86,8 +95,30 @@ class Node:
         that).
         """
         conn = self.peers.get(peer)
-        if conn is not None:
+        if conn is None:
+            return
+        try:
             conn.post(Frame(kind, fields, payload))
+        except PeerError as error:
+            self._overrun[peer] = error
+            conn.abort()
+
+    def post_when_room(
+        self, peer: str, wanted: Callable[[], bool], kind: str, payload: bytes, **fields: object
+    ) -> None:
+        """As `post`, for what carries a prompt: many of those would overrun what may be posted.
+
+        Goes out as soon as the stream takes it, unless `wanted()` is over before it was begun. What
+        is posted to `peer` afterwards stays behind it.
+        """
+
+        async def send() -> None:
+            conn = self.peers.get(peer)
+            if conn is not None and wanted():
+                with contextlib.suppress(ConnectionLost):  # its reader has seen to that
+                    await conn.send(Frame(kind, fields, payload))
+
+        self.env.spawn(send(), f"{self.name} sends {kind} to {peer}")
 
     async def _accept(self, conn: Connection) -> None:
         self._connections.append(conn)
@@ -95,6 +126,7 @@ class Node:
             first = await conn.recv()
             if first.kind != "open":
                 raise BadFrame(f"{conn.peer} began with {first.kind!r}")
+            check_fields(first)
         except PeerError:
             self.drop(conn)
             return
@@ -112,20 +144,22 @@ class Node:
             control = self.peers.get(conn.peer) is conn
             if control:
                 del self.peers[conn.peer]
+                error = self._overrun.pop(conn.peer, error)
             if not self._closing:
                 (self.peer_lost if control else self.stream_lost)(conn, error)
 
     def _dispatch(self, conn: Connection, frame: Frame) -> None:
         handler: Handler | None = getattr(self, f"on_{frame.kind}", None)
-        if handler is None:
+        if handler is None or frame.kind not in MESSAGES:
             raise BadFrame(f"{conn.peer} sent a frame of unknown kind {frame.kind!r}")
         try:
+            check_fields(frame)
             handler(conn, frame)
         except PeerError as error:
             request = frame.fields.get("request")
             if not isinstance(request, str):
                 raise
-            self.fail(request, f"{self.name}: {error}")
+            self.blame(conn, frame, request, f"{self.name}: {error}")
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -137,6 +171,10 @@ class Node:
 
     def stream_lost(self, conn: Connection, error: PeerError) -> None:
         """A kv stream from `conn.peer` has ended; cancels end that way too."""
+
+    def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
+        """`frame`, which speaks of `request`, is wrong. Whoever asked for something is answered."""
+        self.fail(request, detail)
 
     def fail(self, request: str, detail: str) -> None:
         """This request cannot go on here."""
@@ -153,10 +191,24 @@ class InstanceSpec:
     num_pages: int
     chunk_tokens: int
     max_batch: int
+    caching: bool = True
+    main_caching: bool = True
+    """Whether main decoders keep prefixes, so that KV may be worth sending after the answer."""
 
     @property
     def kv_tokens(self) -> int:
         return self.num_pages * self.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a queued request waits for: room for `tokens`, and what is cached of `ids` to
+    `limit`.
+    """
+
+    ids: Sequence[int]
+    tokens: int
+    limit: int | None
 
 
 class Instance(Node):
@@ -170,11 +222,18 @@ class Instance(Node):
         self.spec = spec
         self.engine = engine
         self.letter = LETTER[spec.role]
-        self.pool = PagePool(spec.num_pages, spec.page_tokens)
-        self.sched = Scheduler(
-            spec.chunk_tokens, spec.max_batch, lambda request, end: self.pool.runs(request, 0, end)
+        self.memory = KVMemory(
+            spec.num_pages, spec.page_tokens, engine.layout.fingerprint, caching=spec.caching
         )
-        self.admission = Admission(self.pool.allocate)
+        self.sched = Scheduler(
+            spec.chunk_tokens,
+            spec.max_batch,
+            lambda request, end: self.memory.runs(request, 0, end),
+        )
+        self.admission = Admission(self._reserve)
+        self._wanted: dict[str, Wanted] = {}
+        self._lessons: dict[str, str] = {}
+        """Answers being learnt: the owner of their pages, and the request they are of."""
         self.steps = 0
         self.busy: Ns = 0
         self._wake = asyncio.Event()
@@ -186,6 +245,9 @@ class Instance(Node):
         self._stepping = self.env.spawn(self._step_loop(), f"{self.name} steps")
 
     async def close(self) -> None:
+        """Ends what is under way here, then the streams, the steps and the engine."""
+        self._closing = True
+        self.end_all()
         await super().close()
         self._wake.set()
         if self._stepping is not None:
@@ -199,6 +261,8 @@ class Instance(Node):
             "hello",
             role=self.spec.role,
             kv_tokens=self.spec.kv_tokens,
+            page_tokens=self.spec.page_tokens,
+            caching=self.spec.caching,
             max_context=self.engine.max_context,
             bytes_per_token=layout.bytes_per_token,
         )
@@ -206,54 +270,139 @@ class Instance(Node):
     def on_hello(self, conn: Connection, frame: Frame) -> None:
         """An instance needs nothing from another's introduction; the gateway does."""
 
-    # -- pages -------------------------------------------------------------------------------------
+    # -- KV memory ---------------------------------------------------------------------------------
 
-    def wait_for_pages(self, request: str, tokens: int) -> None:
-        """Queues `request` for the pages of `tokens` slots; `admitted` is called when it has
-        them.
+    def wait_for_memory(
+        self, request: str, ids: Sequence[int], tokens: int, limit: int | None = None
+    ) -> None:
+        """Queues `request` for `tokens` positions of KV, as much as is cached of `ids` among them
+        (of `limit` tokens at most); `admitted` is called when it has them.
         """
-        self.admission.add(request, self.pool.pages_for(tokens))
+        self._wanted[request] = Wanted(ids, tokens, limit)
+        self.admission.add(request)
         self._admit()
+
+    def _reserve(self, request: str) -> bool:
+        """A request that lacks room takes it from the lessons, the latest first."""
+        wanted = self._wanted[request]
+        while not self.memory.reserve(request, wanted.ids, wanted.tokens, wanted.limit):
+            idle = [x for x in self._lessons if not self.sched.sequences[x].in_step]
+            if not idle:
+                return False
+            self._end_lesson(idle[-1])
+        return True
 
     def _admit(self) -> None:
+        if self._closing:
+            return
         for request in self.admission.admit():
-            pages = len(self.pool.pages_of(request))
-            self.env.trace.emit(Admitted(self.env.now(), request, self.name, pages))
-            self.admitted(request)
+            del self._wanted[request]
+            self._copy_tail(request)
+            holding = self.memory.holding(request)
+            hit_bytes = holding.hit * self.engine.layout.bytes_per_token
+            self.env.trace.emit(
+                Admitted(self.env.now(), request, self.name, holding.own, holding.hit, hit_bytes)
+            )
+            self.admitted(request, holding.hit)
 
-    def give_back_pages(self, request: str) -> None:
-        """Takes `request` out of the queue, the scheduler and (when no step holds it) the pool."""
+    def _copy_tail(self, request: str) -> None:
+        """The last tokens of a hit that ends within a page go into the request's own page."""
+        if copy := self.memory.tail(request):
+            source, target = copy
+            self.engine.write_kv(target, self.engine.read_kv(source))
+            self.memory.copied(request)
+
+    def keep(self, request: str, ids: Sequence[int]) -> None:
+        """The KV of `ids`, which `request` has here, stays for others. See `KVMemory.keep`."""
+        if pages := self.memory.keep(request, ids):
+            self.env.trace.emit(Kept(self.env.now(), request, self.name, pages, len(ids)))
+
+    def give_back(self, request: str) -> None:
+        """Takes `request` out of the queue, the scheduler and (when no step holds it) the
+        memory.
+        """
         self.sched.drop(request)
         if self.admission.drop(request):
-            return
-        pages = len(self.pool.pages_of(request))
-        if self.pool.release(request):
-            self._freed(request, pages)
+            del self._wanted[request]
+            self._changed.set()
+            self._admit()  # it may have held up others that fit
+        else:
+            self._freed(request, self.memory.release(request))
 
-    def _unpin(self, request: str) -> None:
-        pages = self.pool.unpin(request)
-        if pages:
-            self._freed(request, pages)
+    def _freed(self, request: str, pages: int | None) -> None:
+        if pages is not None:
+            self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
+            self._changed.set()
+            self._admit()
 
-    def _freed(self, request: str, pages: int) -> None:
-        self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
-        self._changed.set()
-        self._admit()
-
-    def check_pool(self) -> None:
-        """After the run: records whether every page came back. Raises PoolCorrupt if the books are
-        wrong.
+    def check_memory(self) -> None:
+        """After the run: records where every page is. Raises PoolCorrupt or CacheCorrupt if the
+        books are wrong.
         """
-        self.pool.check()
+        memory = self.memory
+        memory.check()
         self.env.trace.emit(
-            PoolChecked(self.env.now(), self.name, self.pool.num_pages, self.pool.free)
+            PoolChecked(
+                self.env.now(), self.name, memory.num_pages, memory.pool.free, memory.cached
+            )
         )
 
+    @property
+    def empty(self) -> bool:
+        """No request waits here or holds anything."""
+        return not self.memory.holders and not len(self.admission)
+
     async def drained(self) -> None:
-        """Returns when this instance holds no request and no page."""
-        while self.pool.used or len(self.admission):
+        """Returns when this instance is empty."""
+        while not self.empty:
             self._changed.clear()
             await self._changed.wait()
+
+    # -- lessons -----------------------------------------------------------------------------------
+
+    def on_learn(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: a request has ended, and these are its ids but for the last."""
+        self.learn(frame["request"], unpack_ids(frame.payload), frame["prompt_tokens"])
+
+    def learn(self, request: str, ids: Sequence[int], prompt_tokens: int) -> None:
+        """Computes what is lacking of the KV of `ids` when nothing else is to be done, and keeps
+        it: the next turn then hits as much here as where the answer was made. Only the answer is
+        learnt, over a prompt that is here. A lesson that does not fit, or is in the way, is
+        dropped.
+        """
+        lesson = f"{request} (answer)"
+        if not self.spec.caching or lesson in self._lessons or len(self.admission):
+            return
+        if self.memory.peek(ids) < self.memory.whole(prompt_tokens):
+            return
+        if not self.memory.reserve(lesson, ids, len(ids)):
+            return
+        self._copy_tail(lesson)
+        hit = self.memory.holding(lesson).hit
+        self._lessons[lesson] = request
+        if hit == len(ids):
+            self._end_lesson(lesson)
+        else:
+            seq = SequenceState(lesson, list(ids), hit, len(ids), sampling=None, background=True)
+            self.sched.add(seq)
+            self.wake()
+
+    def _learnt(self, lesson: str) -> None:
+        """A step of it has ended, perhaps the last."""
+        seq = self.sched.sequences[lesson]
+        if not seq.pending:
+            self.memory.keep(lesson, seq.ids)
+            self.env.trace.emit(
+                Learnt(self.env.now(), self._lessons[lesson], self.name, len(seq.ids))
+            )
+            self._end_lesson(lesson)
+            self._admit()
+
+    def _end_lesson(self, lesson: str) -> None:
+        del self._lessons[lesson]
+        self.sched.drop(lesson)
+        self.memory.release(lesson)
+        self._changed.set()
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -273,7 +422,7 @@ class Instance(Node):
     async def _step(self, batch: Batch) -> None:
         start = self.env.now()
         for span in batch.spans:
-            self.pool.pin(span.request)
+            self.memory.pin(span.request)
         self.step_began(batch)
         next_ids = await self.engine.step(batch.spans)
         now = self.env.now()
@@ -288,19 +437,27 @@ class Instance(Node):
                 batch.prefill_tokens,
                 batch.extend_tokens,
                 batch.decode_tokens,
-                self.pool.used,
+                self.memory.used,
             )
         )
         outcomes = self.sched.apply(batch, next_ids)
-        for outcome in outcomes:
-            self.stepped(outcome)
         for span in batch.spans:
-            self._unpin(span.request)
+            self._freed(span.request, self.memory.unpin(span.request))
+        for outcome in outcomes:
+            if outcome.request in self._lessons:
+                self._learnt(outcome.request)
+            else:
+                self.stepped(outcome)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
-    def admitted(self, request: str) -> None:
-        """`request` has its pages."""
+    def end_all(self) -> None:
+        """Every request here is over."""
+        for lesson in list(self._lessons):
+            self._end_lesson(lesson)
+
+    def admitted(self, request: str, hit: int) -> None:
+        """`request` has its memory; the KV of its first `hit` tokens is there already."""
         raise NotImplementedError
 
     def step_began(self, batch: Batch) -> None:

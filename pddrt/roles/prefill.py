@@ -6,9 +6,13 @@ decoder's reservation and the opening of a KV stream hide behind the prefill), f
 steps complete, over when the decoder says `whole`. P holds the pages until every transfer is over:
 KV that is still crossing the WAN occupies P's memory.
 
+Reservation goes P > RLD > MD: MD is offered what RLD has admitted. So nothing on MD waits for pages
+of RLD, and MD cannot be ready before RLD has heard of the request.
+
 Nothing is sent before the step that wrote it has returned. A decoder may say at any time that it
 wants no more (`close` by way of the gateway): the transfer's stream is aborted, which leaves at
-most what is in flight.
+most what is in flight. A stream therefore carries one request at a time: it is idle, and may be
+used again, once the decoder has said `whole`.
 
 To the first decoder of the route the first token's id travels behind the KV, on the same stream:
 "KV for [0, m), next id x at m". Where the answer ends with that token, P tells the gateway itself.
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env, Timer
-from pddrt.errors import ConnectionLost, PeerError
+from pddrt.errors import BadFrame, ConnectionLost, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
 from pddrt.netem.net import Connection, Net
 from pddrt.protocol import Limits, Manifest, finish, prompt_digest
@@ -51,10 +55,12 @@ class Transfer:
     epoch: int
     carries_first: bool
     sent: int = 0
+    sent_first: bool = False
     admitted: bool = False
     over: bool = False
     conn: Connection | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Something above has changed, or a step has ended."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class Prefilling:
     main: str
     lease: Timer
     seq: SequenceState | None = None
+    hit: int = 0
     first: int | None = None
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -99,6 +106,9 @@ class Prefill(Instance):
     def on_prefill(self, conn: Connection, frame: Frame) -> None:
         """From the gateway: compute this prompt and feed these decoders."""
         request, ids = frame["request"], unpack_ids(frame.payload)
+        if refusal := self._refusal(request, ids):
+            self.post(conn.peer, "failed", request=request, detail=f"{self.name}: {refusal}")
+            return
         entry = Prefilling(
             request=request,
             gateway=conn.peer,
@@ -112,24 +122,28 @@ class Prefill(Instance):
             ),
         )
         self._entries[request] = entry
-        self.wait_for_pages(request, len(ids))
+        self.wait_for_memory(request, ids, len(ids), limit=len(ids) - 1)
 
-    def admitted(self, request: str) -> None:
+    def _refusal(self, request: str, ids: list[int]) -> str | None:
+        if request in self._entries or self.memory.holds(request):
+            return "a request of that id is here already"
+        if not ids:
+            return "the prompt is empty"
+        if len(ids) > self.spec.kv_tokens:
+            return f"{len(ids)} tokens of KV can never fit into {self.spec.kv_tokens}"
+        return None
+
+    def admitted(self, request: str, hit: int) -> None:
         entry = self._entries[request]
-        entry.seq = SequenceState(request, list(entry.ids), 0, len(entry.ids), entry.sampling)
+        entry.seq = SequenceState(request, list(entry.ids), hit, len(entry.ids), entry.sampling)
+        entry.hit = hit
         self.sched.add(entry.seq)
-        decoders = [entry.relay, entry.main] if entry.relay else [entry.main]
-        for number, dst in enumerate(decoders):
-            self._epochs += 1
-            transfer = Transfer(dst, self._epochs, carries_first=number == 0)
-            entry.transfers.append(transfer)
-            self._offer(entry, transfer)
-            self.env.spawn(self._transfer(entry, transfer), f"{self.name} sends {request} to {dst}")
+        self._begin_transfer(entry, entry.relay or entry.main)
         self.wake()
 
     def step_began(self, batch: object) -> None:
         for entry in self._entries.values():
-            if entry.seq is not None and entry.seq.in_step and entry.seq.computed == 0:
+            if entry.seq is not None and entry.seq.in_step and entry.seq.computed == entry.hit:
                 self.env.trace.emit(PrefillStarted(self.env.now(), entry.request, self.name))
 
     def stepped(self, outcome: Outcome) -> None:
@@ -143,6 +157,7 @@ class Prefill(Instance):
         now, start = self.env.now(), entry.limits.prompt_len
         self.sched.drop(entry.request)
         entry.first = token
+        self.keep(entry.request, entry.ids)
         self.env.trace.emit(PrefillEnded(now, entry.request, self.name))
         self.env.trace.emit(
             TokensMade(now, entry.request, self.name, self.letter, start, start + 1, (token,))
@@ -164,10 +179,21 @@ class Prefill(Instance):
             self._end(entry)
 
     def on_close(self, conn: Connection, frame: Frame) -> None:
-        """From the gateway: the request is over, whatever is left of it here."""
+        """From the gateway: the request is over, whatever is left of it here.
+
+        Where it has its answer (`answered`), the transfer to the main decoder goes on: its cache
+        must not fall behind P's, or the next turn would have to send all that this one did not.
+        """
         entry = self._entries.get(frame["request"])
-        if entry is not None:
+        if entry is None or conn.peer != entry.gateway:
+            return
+        to_main = next((t for t in entry.transfers if t.dst == entry.main and not t.over), None)
+        if not frame["answered"] or to_main is None or not self.spec.main_caching:
             self._end(entry)
+            return
+        for transfer in entry.transfers:
+            if transfer is not to_main and not transfer.over:
+                self._cancel(entry, transfer)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         for entry in list(self._entries.values()):
@@ -179,15 +205,19 @@ class Prefill(Instance):
         entry.lease.cancel()
         for transfer in entry.transfers:
             if not transfer.over:
-                self.env.trace.emit(
-                    TransferCancelled(self.env.now(), entry.request, self.name, transfer.dst)
-                )
-                self._withdraw(entry, transfer)
-        self.give_back_pages(entry.request)
+                self._cancel(entry, transfer)
+        self.give_back(entry.request)
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def _offer(self, entry: Prefilling, transfer: Transfer) -> None:
+    def _begin_transfer(self, entry: Prefilling, dst: str) -> None:
+        self._epochs += 1
+        transfer = Transfer(dst, self._epochs, carries_first=not entry.transfers)
+        entry.transfers.append(transfer)
+        sending = self._transfer(entry, transfer)
+        self.env.spawn(sending, f"{self.name} sends {entry.request} to {dst}")
+
+    def _offer(self, entry: Prefilling, transfer: Transfer) -> Frame:
         """The manifest: everything the decoder must know, and agree to, before KV comes."""
         layout = self.engine.layout
         manifest = Manifest(
@@ -202,7 +232,7 @@ class Prefill(Instance):
             relay=entry.relay,
             main=entry.main,
         )
-        self.post(transfer.dst, "offer", pack_ids(entry.ids), **manifest.fields())
+        return Frame("offer", manifest.fields(), pack_ids(entry.ids))
 
     def _find(self, conn: Connection, frame: Frame) -> tuple[Prefilling, Transfer] | None:
         """The transfer a decoder speaks of; None when it is gone or of another epoch."""
@@ -215,9 +245,13 @@ class Prefill(Instance):
     def on_admit(self, conn: Connection, frame: Frame) -> None:
         """A decoder has pages for this request, and says from which position on it lacks KV."""
         if found := self._find(conn, frame):
-            _, transfer = found
+            entry, transfer = found
+            if transfer.admitted or frame["have"] > entry.limits.prompt_len:
+                raise BadFrame(f"{conn.peer} admits from {frame['have']} on, or twice")
             transfer.admitted, transfer.sent = True, frame["have"]
             transfer.wake.set()
+            if transfer.dst == entry.relay:
+                self._begin_transfer(entry, entry.main)
 
     def on_refuse(self, conn: Connection, frame: Frame) -> None:
         if found := self._find(conn, frame):
@@ -227,72 +261,77 @@ class Prefill(Instance):
         """A decoder holds the whole KV; P may forget it when all of them do."""
         if found := self._find(conn, frame):
             entry, transfer = found
+            if transfer.sent < entry.limits.prompt_len:
+                raise BadFrame(f"{conn.peer} says whole before it can be")
             transfer.over = True
+            transfer.wake.set()
             if all(t.over for t in entry.transfers):
                 self._end(entry)
 
     async def _transfer(self, entry: Prefilling, transfer: Transfer) -> None:
-        """Feeds one decoder until it has everything. One task, one KV stream."""
+        """Feeds one decoder until it has everything. One task; one KV stream, for as long."""
         try:
-            idle = self._idle_streams.setdefault(transfer.dst, [])
-            conn = idle.pop() if idle else await self.open(transfer.dst, "kv")
+            await self._feed(entry, transfer)
         except ConnectionLost as error:
-            self.fail(entry.request, f"{self.name} cannot reach {transfer.dst}: {error}")
-            return
-        transfer.conn = conn
-        try:
-            while not transfer.over and not self._closing:
-                if not await self._send_next(entry, transfer, conn):
-                    break
-        except ConnectionLost as error:
-            self.drop(conn)
             if not transfer.over:
                 self.fail(entry.request, f"{self.name} lost {transfer.dst}: {error}")
+        if transfer.conn in self._connections:  # it has not ended meanwhile
+            self._idle_streams.setdefault(transfer.dst, []).append(transfer.conn)
+
+    async def _feed(self, entry: Prefilling, transfer: Transfer) -> None:
+        """Returns when the transfer is over. Raises ConnectionLost."""
+        control = self.peers.get(transfer.dst)
+        if control is None:
+            raise ConnectionLost("there is no control stream")
+        if transfer.over:
             return
-        transfer.conn = None
-        if transfer.over and transfer.sent < entry.limits.prompt_len:
-            self.drop(conn)
-        else:
-            idle.append(conn)
+        await control.send(self._offer(entry, transfer))
+        conn = transfer.conn = await self._kv_stream(transfer.dst)
+        while not transfer.over:
+            if not await self._send_next(entry, transfer, conn):
+                await transfer.wake.wait()
+                transfer.wake.clear()
+
+    async def _kv_stream(self, dst: str) -> Connection:
+        """An idle stream to `dst`, or a new one. It is read only to learn of its end."""
+        if idle := self._idle_streams.get(dst):
+            return idle.pop()
+        conn = await self.open(dst, "kv")
+        self.env.spawn(self._read(conn), f"{self.name} watches a stream to {dst}")
+        return conn
+
+    def stream_lost(self, conn: Connection, error: PeerError) -> None:
+        """Nobody shall be given a stream that has ended, and whoever has it must know."""
+        for idle in self._idle_streams.values():
+            if conn in idle:
+                idle.remove(conn)
+        for entry in list(self._entries.values()):
+            if any(t.conn is conn and not t.over for t in entry.transfers):
+                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
 
     async def _send_next(self, entry: Prefilling, transfer: Transfer, conn: Connection) -> bool:
-        """Sends the next piece, or waits for one; False when there is nothing more to send."""
+        """Sends the next piece; False when there is nothing to send now."""
         prompt_len = entry.limits.prompt_len
         if transfer.admitted and transfer.sent < self._sendable(entry):
             start = transfer.sent
             piece = max(1, PIECE_BYTES // self.engine.layout.bytes_per_token)
             end = min(self._sendable(entry), start + piece)
-            payload = self.engine.read_kv(self.pool.runs(entry.request, start, end))
+            payload = self.engine.read_kv(self.memory.runs(entry.request, start, end))
             transfer.sent = end
-            await conn.send(
-                Frame(
-                    "kv",
-                    {"request": entry.request, "epoch": transfer.epoch, "start": start, "end": end},
-                    payload,
-                )
+            about = {"request": entry.request, "epoch": transfer.epoch, "start": start, "end": end}
+            await conn.send(Frame("kv", about, payload))
+            sent = KVSent(
+                self.env.now(), entry.request, self.name, transfer.dst, start, end, len(payload)
             )
-            self.env.trace.emit(
-                KVSent(
-                    self.env.now(), entry.request, self.name, transfer.dst, start, end, len(payload)
-                )
-            )
+            self.env.trace.emit(sent)
             return True
-        if transfer.sent == prompt_len and entry.first is not None:
-            if transfer.carries_first:
-                await conn.send(
-                    Frame(
-                        "first",
-                        {
-                            "request": entry.request,
-                            "epoch": transfer.epoch,
-                            "position": prompt_len,
-                            "id": entry.first,
-                        },
-                    )
-                )
+        if entry.first is None or transfer.sent < prompt_len:
             return False
-        await transfer.wake.wait()
-        transfer.wake.clear()
+        if transfer.sent_first or not transfer.carries_first:
+            return False
+        transfer.sent_first = True
+        about = {"request": entry.request, "epoch": transfer.epoch, "position": prompt_len}
+        await conn.send(Frame("first", {**about, "id": entry.first}))
         return True
 
     def _sendable(self, entry: Prefilling) -> int:
@@ -302,16 +341,20 @@ class Prefill(Instance):
             return entry.seq.computed
         return 0
 
-    def _withdraw(self, entry: Prefilling, transfer: Transfer) -> None:
+    def _cancel(self, entry: Prefilling, transfer: Transfer) -> None:
         """Stops a transfer. The decoder is told on the stream that carried the offer, so that it
         cannot be left with an offer that overtook the gateway's close."""
+        self.env.trace.emit(
+            TransferCancelled(self.env.now(), entry.request, self.name, transfer.dst)
+        )
         self.post(transfer.dst, "withdraw", request=entry.request, epoch=transfer.epoch)
         transfer.over = True
         transfer.wake.set()
         if transfer.conn is not None:
-            transfer.conn.abort()
+            self.drop(transfer.conn)
+            transfer.conn = None
 
-    async def close(self) -> None:
+    def end_all(self) -> None:
         for entry in list(self._entries.values()):
             self._end(entry)
-        await super().close()
+        super().end_all()

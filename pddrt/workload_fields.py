@@ -1,0 +1,274 @@
+"""The sections of a workload: what `workload:` in a scenario may hold.
+
+One section a kind; `workload` makes plans of them and says what the kinds are. Every share is from
+0 to 1, every length in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)  # fmt: skip
+from pydantic_core import CoreSchema
+
+from pddrt.hitrate import AGENTS, INTERVALS
+from pddrt.sections import Allowed, Later, Section, unknown_name
+from pddrt.units import Duration, Frequency
+
+PROMPT_OUTPUT_TOKENS = 128
+"""Longest answer to a single prompt that is asked in place of a trace."""
+
+Count = Annotated[int, Field(ge=1, le=1_000_000), Allowed("a whole number from 1 to 1,000,000")]
+
+
+class Range(Section):
+    """A length drawn evenly from [min, max]. In YAML also a single number."""
+
+    min: Count
+    max: Count
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if self.min > self.max:
+            raise ValueError(f"found min {self.min} above max {self.max}; allowed: min <= max")
+        return self
+
+    @model_serializer
+    def _plain(self) -> int | dict[str, int]:
+        return self.min if self.min == self.max else {"min": self.min, "max": self.max}
+
+
+def _range(value: Any) -> Any:
+    return {"min": value, "max": value} if type(value) is int else value
+
+
+Lengths = Annotated[
+    Range, BeforeValidator(_range), Allowed("a number of tokens, or {min: 500, max: 1500}")
+]
+
+
+def _few_enough(turns: Range) -> Range:
+    if turns.max > 1000:
+        raise ValueError(f"found {turns.max}; allowed: 1,000 turns at most")
+    return turns
+
+
+Turns = Annotated[
+    Range,
+    BeforeValidator(_range),
+    AfterValidator(_few_enough),
+    Allowed("a number of turns from 1 to 1,000, or {min: 8, max: 30}"),
+]
+Share = Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
+
+
+class Short(Section):
+    """An exact `fraction` of the first turns, at random places, has these lengths instead."""
+
+    fraction: Share
+    prompt_tokens: Lengths
+
+
+class LongIn(Section):
+    """An exact `fraction` of the requests, at random places: long questions with short answers.
+
+    They are asked beside their conversation, as by a subagent: no history, and none is made.
+    """
+
+    fraction: Share
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+
+
+class SystemTokens(Section):
+    """A system prompt with tool descriptions of that length, from the source of `prompts`."""
+
+    tokens: Count
+
+
+System = Annotated[
+    Annotated[str, Field(min_length=1), Allowed("a text"), Tag("<text>")]
+    | Annotated[SystemTokens, Tag("<tokens>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<tokens>"),
+    Allowed("a text, or {tokens: 400}"),
+]
+
+
+def _whole(shares: dict[str, float]) -> dict[str, float]:
+    for name in shares:
+        if name not in INTERVALS:
+            raise ValueError(unknown_name(name, INTERVALS))
+    total = sum(shares.values())
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"found shares that add up to {total:g}; allowed: shares of 1")
+    return shares
+
+
+HIT_RATES: dict[str, Mapping[str, float]] = {"agents": AGENTS}
+HitRates = Annotated[
+    Annotated[Literal["agents"], Tag("<name>")]
+    | Annotated[dict[str, Share], AfterValidator(_whole), Tag("<shares>")],
+    Discriminator(lambda value: "<name>" if isinstance(value, str) else "<shares>"),
+    Allowed(f"agents, or shares of {', '.join(INTERVALS)} that add up to 1"),
+]
+
+
+Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1), Allowed("a text")], ...],
+    Field(min_length=1, strict=False),
+    Allowed("a list of texts, at least one"),
+]
+
+
+def _prompts_tag(value: Any) -> str:
+    return "<texts>" if isinstance(value, (list, tuple)) else "<source>"
+
+
+Prompts = Annotated[
+    Annotated[
+        Literal["stdlib", "random"], Tag("<source>"), Allowed("stdlib | random | a list of texts")
+    ]
+    | Annotated[Texts, Tag("<texts>")],
+    Discriminator(_prompts_tag),
+]
+
+
+class _Workload(Section):
+    """What all kinds but traces share.
+
+    `prompts`: questions on Python's source, random words, given texts. `system`: before every
+    conversation, the same. `answers`: which go into the next turn's prompt, the model's or ours.
+    """
+
+    kind: str
+    output_tokens: Count
+    prompts: Prompts = "stdlib"
+    prompt_tokens: Lengths = Range(min=500, max=1500)
+    short: Short | None = None
+    long_in: LongIn | None = None
+    system: System | None = None
+    answers: Literal["live", "scripted"] = "live"
+
+    @property
+    def concurrency_limit(self) -> int | None:
+        """How many sessions may be under way at a time; None: as many as arrive."""
+        return None
+
+
+class Sessions(_Workload):
+    kind: Literal["sessions"]
+    sessions: Count
+    turns: Turns = Range(min=1, max=1)
+    rate: Frequency
+    think: Duration = 0
+    """Mean of the exponential pause between an answer's end and the next turn."""
+    hit_rates: HitRates | None = None
+    """Shares of the requests by the prefix-hit rate that an unbounded cache would give them."""
+    max_prompt_tokens: Count | None = None
+    """A turn whose prompt would be longer starts its conversation over."""
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Sessions:
+        if self.hit_rates is not None and not isinstance(self.prompts, str):
+            raise ValueError("found hit_rates with texts that have the length they have; "
+                             "allowed: prompts: stdlib | random")  # fmt: skip
+        return self
+
+
+class Poisson(_Workload):
+    kind: Literal["poisson"]
+    requests: Count
+    rate: Frequency
+
+
+class Closed(_Workload):
+    kind: Literal["closed"]
+    requests: Count
+    concurrency: Count
+
+    @property
+    def concurrency_limit(self) -> int | None:
+        return self.concurrency
+
+
+class Trace(Section):
+    """`path`: a file, for weka also a folder of them; ~ and $VARIABLES are filled in.
+
+    `limit`: the first so many requests. `time_scale` 2 is half as fast. `rate`: at which the files
+    of a folder begin; without it they all begin at once.
+    """
+
+    kind: Literal["trace"]
+    path: Annotated[str, Field(min_length=1, max_length=4096), Allowed("a file")]
+    format: Annotated[
+        Literal["mooncake", "weka"], Later("tracelab", "azure", "lmcache", "burstgpt", "bailian")
+    ]
+    limit: Count | None = None
+    time_scale: Annotated[float, Field(ge=0, le=1e6), Allowed("a number from 0")] = 1.0
+    length_scale: Annotated[float, Field(gt=0, le=1e3), Allowed("a number above 0")] = 1.0
+    rate: Frequency | None = None
+
+    @model_validator(mode="after")
+    def _has_files(self) -> Trace:
+        if self.rate is not None and self.format != "weka":
+            raise ValueError("found a rate, though the rows say when they came; "
+                             "allowed: with format: weka")  # fmt: skip
+        return self
+
+    @property
+    def output_tokens(self) -> int:
+        """Of a single prompt that is asked instead."""
+        return PROMPT_OUTPUT_TOKENS
+
+    @property
+    def concurrency_limit(self) -> int | None:
+        return None
+
+
+class UnknownKind(Section):
+    """A workload whose kind is none of these: never valid, and only its kind is complained of."""
+
+    model_config = ConfigDict(extra="ignore")
+    kind: Literal["sessions", "poisson", "closed", "trace"]
+
+
+_KINDS: dict[str, type[Section]] = {
+    "sessions": Sessions, "poisson": Poisson, "closed": Closed, "trace": Trace,
+}  # fmt: skip
+
+
+def _kind_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    known = _KINDS.get(kind, UnknownKind) if isinstance(kind, str) else UnknownKind
+    return f"<{known.__name__}>"
+
+
+class _ByKind:
+    """Marker of the union below: validates by kind, and lets `UnknownKind` complain of the kind."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        unknown = Annotated[UnknownKind, Tag("<UnknownKind>")]
+        return handler.generate_schema(Annotated[source | unknown, Discriminator(_kind_tag)])
+
+
+Workload = Annotated[
+    Annotated[Sessions, Tag("<Sessions>")]
+    | Annotated[Poisson, Tag("<Poisson>")]
+    | Annotated[Closed, Tag("<Closed>")]
+    | Annotated[Trace, Tag("<Trace>")],
+    _ByKind(),
+    Allowed("a mapping with kind: sessions | poisson | closed | trace"),
+]
