@@ -38,10 +38,10 @@ MODULES = (
 """Modules written in Python in 3.11 to 3.14. A seed picks from this order: only ever append."""
 
 QUESTIONS = (
-    "Explain what this part of Python's module {name} does.",
-    "What should I know before I change this code from Python's module {name}?",
-    "Review this code from Python's module {name}.",
-    "Summarise this part of Python's module {name} for a new colleague.",
+    "In plain words, what is Python's module {name} for, and what does this part of it do?",
+    "What should I know before I change this part of {name}?",
+    "Explain to a new colleague what this part of {name} does.",
+    "Summarise this part of {name} in a few sentences.",
 )
 
 FOLLOW_UPS = (
@@ -190,7 +190,9 @@ NO_SOURCE = (
 
 
 def _question(target: int, rng: random.Random, count: CountTokens) -> str:
-    """A question and as many whole lines of a module as fit; if it is too short, others follow."""
+    """As many whole lines of a module as fit, and a question about them at the end, where a small
+    model still has it in mind. If the module is too short, others follow.
+    """
     names = rng.sample(MODULES, len(MODULES))
     question = rng.choice(QUESTIONS)
     lines: list[str] = []
@@ -207,12 +209,14 @@ def _question(target: int, rng: random.Random, count: CountTokens) -> str:
             break
     if not lines:
         raise CannotRun(NO_SOURCE)
-    question = question.format(name=name) + "\n\n"
+
+    def asked(lines: Sequence[str]) -> str:
+        code = "\n".join(lines).rstrip()
+        return f"Part of Python's module {name}:\n\n{code}\n\n{question.format(name=name)}"
+
     if enough:
-        lines = lines[
-            : _longest(len(lines), lambda n: count(question + "\n".join(lines[:n])) <= target)
-        ]
-    return question + "\n".join(lines).rstrip()
+        lines = lines[: _longest(len(lines), lambda n: count(asked(lines[:n])) <= target)]
+    return asked(lines)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from pddrt.policy.route import Naive, Pdd, Policy
 from pddrt.prompts import Framing
 from pddrt.roles.node import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
-from pddrt.simloop import SimLoop
+from pddrt.simloop import Deadlock, SimLoop
 from pddrt.trace import Event, RunStarted, Seconds, Trace, dumps
 from pddrt.types import MS, SECOND, Ns
 from pddrt.workload import Session, Turn, plan, plan_one
@@ -231,6 +231,8 @@ class Run:
             try:
                 with asyncio.Runner(loop_factory=self._new_loop) as runner:
                     runner.run(self._main())
+            except Deadlock as error:
+                self._fail(error)
             finally:
                 with _writing(self.folder), file:
                     if self.trace.error is not None:
@@ -266,13 +268,19 @@ class Run:
         try:
             await self._play(env, deployment)
         except (RunFailed, PoolCorrupt) as error:
-            self._failure = str(error)
+            self._fail(error)
         finally:
             await deployment.close()
-            deployment.account()
+            try:
+                deployment.account()
+            except PoolCorrupt as error:
+                self._fail(error)
             if metering is not None and lag is not None:
                 metering.cancel()
                 self._lags = lag.lags
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = "; ".join(filter(None, (self._failure, str(error))))
 
     async def _play(self, env: Env, deployment: Deployment) -> None:
         async def work() -> None:

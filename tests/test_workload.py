@@ -94,9 +94,11 @@ def test_stdlib_prompts_ask_about_whole_lines_of_a_module() -> None:
     wanted = sessions(prompts="stdlib", prompt_tokens={"min": 300, "max": 900}, turns=2)
     for session in plan(wanted, 11):
         first = session.turns[0].text
-        question, _, code = first.partition("\n\n")
-        name = re.search(r"module (\w+)", question)
+        lead, _, rest = first.partition("\n\n")
+        code, _, question = rest.rpartition("\n\n")
+        name = re.search(r"module (\w+)", lead)
         assert name is not None
+        assert question in [q.format(name=name[1]) for q in prompts.QUESTIONS]
         assert "def " in code or "class " in code or "import" in code
         source = prompts._source(name[1])
         assert source is not None
