@@ -114,7 +114,7 @@ class Instance(Section):
         32
     )
     kv_memory: PositiveSize = 1 << 30
-    engine: Annotated[Literal["torch"], Later("model")] = "torch"
+    engine: Literal["torch", "model"] = "torch"
     chip: ChipField | None = None
     step_time: StepTime | None = None
 

@@ -207,9 +207,10 @@ class Recorder:
                 record.prefill, record.relay, record.main = event.prefill, event.relay, event.main
                 record.prompt_tokens, record.max_tokens = event.prompt_tokens, event.max_tokens
             case ev.Admitted():
-                record.admitted[event.instance] = event.t
-                record.hits[event.instance] = event.hit
-                record.hit_bytes[event.instance] = event.hit_bytes
+                # A request that was preempted is admitted again; what counts is the first time.
+                record.admitted.setdefault(event.instance, event.t)
+                record.hits.setdefault(event.instance, event.hit)
+                record.hit_bytes.setdefault(event.instance, event.hit_bytes)
             case ev.Freed():
                 record.freed[event.instance] = event.t
             case ev.PrefillStarted():

@@ -46,7 +46,7 @@ import xxhash
 
 from pddrt.errors import BadFrame
 from pddrt.frames import Frame
-from pddrt.types import FinishReason, KVLayout, Sampling
+from pddrt.types import DTYPE_BYTES, FinishReason, KVLayout, Sampling
 
 # -- messages --------------------------------------------------------------------------------------
 
@@ -248,8 +248,14 @@ class Manifest:
             raise BadFrame(f"not a manifest: {error}") from None
 
     def objection(self, mine: KVLayout) -> str | None:
-        """Why a decoder with layout `mine` must not take this KV, by name; None if it may."""
-        for what in ("fingerprint", "layers", "kv_heads", "head_dim", "dtype"):
+        """Why a decoder with layout `mine` must not take this KV, by name; None if it may.
+
+        KV of another dtype is converted when it arrives; of another page size it needs nothing,
+        since it travels by positions.
+        """
+        if self.layout.dtype not in DTYPE_BYTES:
+            return f"dtype {self.layout.dtype} of the KV is none of {', '.join(DTYPE_BYTES)}"
+        for what in ("fingerprint", "layers", "kv_heads", "head_dim"):
             theirs, own = getattr(self.layout, what), getattr(mine, what)
             if theirs != own:
                 return f"{what} {theirs} of the KV does not match {own}"

@@ -22,6 +22,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from pddrt import __version__
 from pddrt.chips import ModelShape
 from pddrt.deployment import Deployment, Rules
 from pddrt.engine.base import Engine
+from pddrt.engine.model import ModelEngine, oracle
 from pddrt.engine.models import LoadedModel, Progress, load, load_tokenizer
+from pddrt.engine.outline import Outline, outline, outline_tokenizer
 from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv, wall_stamp
 from pddrt.errors import BadInput, CannotRun, Interrupted, RunFailed
 from pddrt.kv.pages import PoolCorrupt
@@ -90,7 +93,7 @@ class Run:
         self.folder = _folder(out, scenario.name)
         self.recorder = Recorder({i.name: i.role for i in self.instances})
         self._listeners: list[Callable[[Event], None]] = [self.recorder]
-        self._models: dict[tuple[str, str], LoadedModel] = {}
+        self._models: dict[tuple[str, str], LoadedModel | Outline] = {}
         self._sessions: list[Session] = []
         self._interrupted = False
         self._stops: list[Callable[[], object]] = []
@@ -98,6 +101,11 @@ class Run:
         self._lags: list[Ns] = []
 
     # -- before ------------------------------------------------------------------------------------
+
+    @property
+    def _modelled(self) -> bool:
+        """Whether engines are modelled (all or none). Such a run never imports torch."""
+        return self.instances[0].engine == "model"
 
     @property
     def expected_requests(self) -> int:
@@ -112,11 +120,17 @@ class Run:
         Raises CannotRun (model, device), BadInput (prompt longer than the context, KV memory too
         small).
         """
-        self.tokenizer = load_tokenizer(self.scenario.model, progress)
+        name = self.scenario.model
+        tokenizer_of = outline_tokenizer if self._modelled else load_tokenizer
+        self.tokenizer = tokenizer_of(name, progress)
         for instance in self.instances:
             key = (instance.dtype, instance.device)
-            if key not in self._models:
-                self._models[key] = load(self.scenario.model, *key, progress=progress)
+            if key in self._models:
+                continue
+            if self._modelled:
+                self._models[key] = outline(name, instance.dtype, progress)
+            else:
+                self._models[key] = load(name, *key, progress=progress)
         self._sessions = self._plan()
         self._specs = [self._spec(i) for i in self.instances]
         self._check_prompts()
@@ -147,7 +161,7 @@ class Run:
             vocabulary=[i for i in range(tokenizer.vocab_size) if i not in special],
         )
 
-    def _model(self, instance: ResolvedInstance) -> LoadedModel:
+    def _model(self, instance: ResolvedInstance) -> LoadedModel | Outline:
         return self._models[instance.dtype, instance.device]
 
     def _spec(self, instance: ResolvedInstance) -> InstanceSpec:
@@ -328,9 +342,21 @@ class Run:
         return Deployment(env, net, topology, rules, self.tokenizer, self._specs, engines)
 
     def _engine(self, env: Env, instance: ResolvedInstance, spec: InstanceSpec) -> Engine:
+        model = self._model(instance)
+        if isinstance(model, Outline):
+            cost = instance.step_cost(model.shape)
+            assert cost is not None, "a modelled step has no time of its own"
+            return ModelEngine(
+                env,
+                model.layout,
+                spec.kv_tokens,
+                vocab=self._vocab(model),
+                max_context=model.max_context,
+                step_cost=cost,
+                eos_ids=frozenset(model.eos_ids),
+            )
         from pddrt.engine.torch import TorchEngine
 
-        model = self._model(instance)
         shape = ModelShape.from_config(model.module.config.to_dict(), instance.dtype)
         return TorchEngine(
             model.module,
@@ -344,19 +370,14 @@ class Run:
             name=spec.name,
         )
 
+    def _vocab(self, model: Outline) -> int:
+        """Ids that a modelled answer may hold: those that can be shown."""
+        return min(model.vocab_size, self.tokenizer.vocab_size)
+
     # -- after -------------------------------------------------------------------------------------
 
     def _verify(self, progress: Progress | None) -> None:
         """Judges every answer, now that nothing is timed any more. A signal leaves out the rest."""
-        from pddrt.engine.reference import Reference
-        from pddrt.verify import verify
-
-        passes = {
-            dtype: Reference(model.module, threads=_cores())
-            for (dtype, _), model in self._models.items()
-        }
-        dtypes = {instance.name: instance.dtype for instance in self.instances}
-        requests = self.recorder.requests.values()
         found = ""
 
         def stop() -> None:
@@ -364,12 +385,31 @@ class Run:
 
         try:
             with _signals_to(stop):
-                found = verify(requests, dtypes, passes.__getitem__, progress)
+                found = self._judge(progress)
         except CannotRun as error:
             found = f"not every request could be verified: {error}"
         except KeyboardInterrupt:
             self._interrupted = True
         self._failure = "; ".join(filter(None, (self._failure, found)))
+
+    def _judge(self, progress: Progress | None) -> str:
+        from pddrt.verify import verify, verify_modelled
+
+        requests = self.recorder.requests.values()
+        model = next(iter(self._models.values()))
+        if isinstance(model, Outline):
+            vocab, eos_ids = self._vocab(model), frozenset(model.eos_ids)
+            judge = partial(oracle, vocab=vocab, eos_ids=eos_ids)
+            return verify_modelled(requests, judge, progress)
+        from pddrt.engine.reference import Reference
+
+        passes = {
+            dtype: Reference(model.module, threads=_cores())
+            for (dtype, _), model in self._models.items()
+            if isinstance(model, LoadedModel)
+        }
+        dtypes = {instance.name: instance.dtype for instance in self.instances}
+        return verify(requests, dtypes, passes.__getitem__, progress)
 
     def _save(self, wall: Ns) -> Result:
         slo = self.scenario.slo

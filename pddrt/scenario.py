@@ -43,7 +43,7 @@ from pddrt.fields import (
     Tokens,
 )  # fmt: skip
 from pddrt.netem.net import LinkSpec, Topology
-from pddrt.sections import NOT_YET, Allowed, Checked, Section
+from pddrt.sections import Allowed, Checked, Section
 from pddrt.types import SECOND, Role, Sampling, StepCost
 from pddrt.units import PositiveDuration, shown
 from pddrt.workload import Workload
@@ -66,7 +66,7 @@ class ResolvedInstance:
     chunk_tokens: int
     max_batch: int
     kv_memory: int
-    engine: str
+    engine: Literal["torch", "model"]
     chip: Chip | None
     step_time: Literal["real", "chip"] | Figures
 
@@ -150,10 +150,14 @@ class Scenario(Section):
                 page_tokens=entry.page_tokens or self.page_tokens, chunk_tokens=entry.chunk_tokens,
                 max_batch=entry.max_batch, kv_memory=entry.kv_memory, engine=entry.engine,
                 chip=CHIPS[entry.chip] if isinstance(entry.chip, str) else entry.chip,
-                step_time=entry.step_time or ("real" if self.clock == "wall" else "chip"),
+                step_time=entry.step_time or ("chip" if self._charged(entry) else "real"),
             )
             for (name, group, entry), count in zip(entries, threads, strict=True)
         )  # fmt: skip
+
+    def _charged(self, entry: Instance) -> bool:
+        """Whether its steps have no time but what they are charged."""
+        return self.clock == "virtual" or entry.engine == "model"
 
     def as_run(self, cores: int = 1) -> Scenario:
         """This scenario with nothing left open: resolving it again, anywhere, changes nothing."""
@@ -240,6 +244,8 @@ def _checked(
 
 def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]:
     yield from _clock_problems(scenario)
+    if checked.usable("instances", "*", "engine"):
+        yield from _engine_problems(scenario)
     yield from _name_problems(scenario)
     if checked.usable("instances", "*", "role") and checked.usable("pipeline", "policy"):
         yield from _role_problems(scenario)
@@ -248,23 +254,31 @@ def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]
 
 
 def _clock_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Step times that the clock cannot have, and dtypes that would need conversion."""
-    virtual = scenario.clock == "virtual"
+    """Step times that the clock cannot have."""
     for name, entry in scenario.instances.items():
         keys = ("instances", name, "step_time")
-        if virtual and entry.step_time == "real":
-            yield Problem(keys, "found 'real' under the virtual clock; allowed there: "
+        where = "under the virtual clock" if scenario.clock == "virtual" else "with engine: model"
+        charged = scenario._charged(entry)
+        if charged and entry.step_time == "real":
+            yield Problem(keys, f"found 'real' {where}; allowed there: "
                                 "chip | {prefill_tokens_per_s, decode_step}")  # fmt: skip
-        elif virtual and entry.step_time is None and entry.chip is None:
-            yield Problem(keys, "missing: under the virtual clock each instance needs a chip, or "
+        elif charged and entry.step_time is None and entry.chip is None:
+            yield Problem(keys, f"missing: {where} each instance needs a chip, or "
                                 "step_time: {prefill_tokens_per_s, decode_step}")  # fmt: skip
         elif entry.step_time == "chip" and entry.chip is None:
             yield Problem(keys, f"found 'chip', but no chip is given; allowed with chip: "
                                 f"{' | '.join(CHIPS)} | {{flops, memory, bandwidth}}")  # fmt: skip
-        if entry.dtype not in (None, scenario.dtype):
-            yield Problem(("instances", name, "dtype"),
-                          f"found {shown(entry.dtype)}: a dtype of its own is {NOT_YET}; "
-                          f"available: {scenario.dtype}")  # fmt: skip
+
+
+def _engine_problems(scenario: Scenario) -> Iterator[Problem]:
+    """KV of a model and modelled KV cannot be handed over to one another."""
+    first: tuple[str, str] | None = None
+    for name, entry in scenario.instances.items():
+        first = first or (name, entry.engine)
+        if entry.engine != first[1]:
+            yield Problem(("instances", name, "engine"),
+                          f"found '{entry.engine}', where {first[0]} has '{first[1]}'; "
+                          "allowed: one engine for all, their KV is not each other's")  # fmt: skip
 
 
 def _name_problems(scenario: Scenario) -> Iterator[Problem]:

@@ -79,14 +79,21 @@ class Scheduler:
     """The sequences of one instance that can be stepped, in order of arrival."""
 
     def __init__(
-        self, chunk_tokens: int, max_batch: int, runs: Callable[[str, int], tuple[Run, ...]]
+        self,
+        chunk_tokens: int,
+        max_batch: int,
+        runs: Callable[[str, int], tuple[Run, ...]],
+        room: Callable[[str, int], bool] = lambda _request, _end: True,
     ) -> None:
-        """`runs(request, end)`: the slots of positions [0, end) of that request."""
+        """`runs(request, end)`: the slots of positions [0, end) of that request. `room(request,
+        end)` makes sure that there are any; it may drop other sequences for that, or this one.
+        """
         assert chunk_tokens > 0
         assert max_batch > 0
         self.chunk_tokens = chunk_tokens
         self.max_batch = max_batch
         self._runs = runs
+        self._room = room
         self.sequences: dict[str, SequenceState] = {}
 
     def add(self, sequence: SequenceState) -> None:
@@ -109,6 +116,10 @@ class Scheduler:
             take = min(sequence.pending, room) if _urgency(sequence) == 2 else sequence.pending
             if take <= 0:
                 break
+            if self.sequences.get(sequence.request) is not sequence:
+                continue  # it had to make room for one before it
+            if not self._room(sequence.request, sequence.computed + take):
+                continue
             room -= take
             counts[_urgency(sequence)] += take
             spans.append(self._span(sequence, take))
@@ -163,8 +174,9 @@ class Admission:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, request: str) -> None:
-        self._queue.append(_Waiting(request))
+    def add(self, request: str, *, first: bool = False) -> None:
+        """`first`: ahead of all who wait; for those that had begun."""
+        self._queue.insert(0 if first else len(self._queue), _Waiting(request))
 
     def drop(self, request: str) -> bool:
         """Takes a waiting request out; False if it was not waiting."""

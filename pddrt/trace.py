@@ -79,6 +79,17 @@ class Admitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """A request lost its memory to one that came before it, with KV of `tokens`; it will be
+    back.
+    """
+
+    request: str
+    instance: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Kept(Event):
     """The prefix cache took over `pages` of the request's, with the KV of its first `tokens`."""
 

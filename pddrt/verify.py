@@ -251,16 +251,48 @@ def verify(
     `dtypes` are those of the instances, `reference(dtype)` is the pass in that dtype.
     `progress(stage, share done)` is called before each. Returns what is wrong, "" if nothing is.
     """
-    judged = [r for r in requests if r.ids and r.prompt_ids]
-    total = sum(len(r.prompt_ids) + len(r.ids) for r in judged)
-    done = 0
-    different = []
-    for r in judged:
-        if progress is not None:
-            progress("verifying", done / total)
+
+    def judged(r: RequestRecord) -> Parity:
         parts = (r.prefill, r.relay, r.main)
         dtype = max((dtypes[part] for part in parts if part is not None), key=EPS.__getitem__)
-        parity = judge(reference(dtype), r.prompt_ids, r.ids, r.sampling, EPS[dtype])
+        return judge(reference(dtype), r.prompt_ids, r.ids, r.sampling, EPS[dtype])
+
+    return _judge_all(requests, judged, progress)
+
+
+def verify_modelled(
+    requests: Iterable[RequestRecord],
+    oracle: Callable[[Sequence[int], Sequence[int], Sampling], Sequence[int]],
+    progress: Callable[[str, float], None] | None = None,
+) -> str:
+    """As `verify`, where ids come from an oracle: equal or different, nothing between.
+
+    `oracle(prompt, output, sampling)`: the ids that belong at the positions of `output`.
+    """
+
+    def judged(r: RequestRecord) -> Parity:
+        wanted = oracle(r.prompt_ids, r.ids, r.sampling)
+        wrong = [at for at, (a, b) in enumerate(zip(wanted, r.ids, strict=True)) if a != b]
+        if not wrong:
+            return Parity("equal", len(r.ids), 0, 0, None, 0.0, 0.0)
+        return Parity("different", len(r.ids), 0, len(wrong), wrong[0], None, None)
+
+    return _judge_all(requests, judged, progress)
+
+
+def _judge_all(
+    requests: Iterable[RequestRecord],
+    judged: Callable[[RequestRecord], Parity],
+    progress: Callable[[str, float], None] | None,
+) -> str:
+    answered = [r for r in requests if r.ids and r.prompt_ids]
+    total = sum(len(r.prompt_ids) + len(r.ids) for r in answered)
+    done = 0
+    different = []
+    for r in answered:
+        if progress is not None:
+            progress("verifying", done / total)
+        parity = judged(r)
         r.parity = parity.to_json()
         if parity.verdict == "different":
             different.append(_line(r, parity))
@@ -271,7 +303,7 @@ def verify(
         return ""
     shown = "; ".join(different[:SHOWN])
     more = f"; and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
-    return f"{len(different)} of {len(judged)} requests differ from the reference: {shown}{more}"
+    return f"{len(different)} of {len(answered)} requests differ from the reference: {shown}{more}"
 
 
 def _line(r: RequestRecord, parity: Parity) -> str:

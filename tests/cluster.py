@@ -47,6 +47,8 @@ class Cluster:
     relays: int = 1
     mains: int = 1
     page_tokens: int = 16
+    page_sizes: dict[str, int] = field(default_factory=dict)
+    """Of instances that differ from the others; their memory is as large."""
     pages: int = 64
     chunk_tokens: int = 32
     max_batch: int = 16
@@ -78,8 +80,8 @@ class Cluster:
             InstanceSpec(
                 f"{stem}{i}",
                 role,  # type: ignore[arg-type]
-                self.page_tokens,
-                self.pages,
+                size := self.page_sizes.get(f"{stem}{i}", self.page_tokens),
+                self.pages * self.page_tokens // size,
                 self.chunk_tokens,
                 self.max_batch,
                 self.caching,

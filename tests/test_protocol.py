@@ -237,7 +237,6 @@ def test_a_manifest_survives_the_wire() -> None:
         (KVLayout("weights-1", 3, 2, 16, "float64"), "layers"),
         (KVLayout("weights-1", 2, 1, 16, "float64"), "kv_heads"),
         (KVLayout("weights-1", 2, 2, 8, "float64"), "head_dim"),
-        (KVLayout("weights-1", 2, 2, 16, "float32"), "dtype"),
     ],
 )
 def test_foreign_kv_is_refused_by_name(mine: KVLayout, why: str) -> None:
@@ -245,6 +244,13 @@ def test_foreign_kv_is_refused_by_name(mine: KVLayout, why: str) -> None:
     objection = manifest().objection(mine)
     assert objection is not None
     assert why in objection
+
+
+def test_kv_of_another_known_dtype_is_taken_and_of_an_unknown_one_is_not() -> None:
+    assert manifest().objection(KVLayout("weights-1", 2, 2, 16, "float32")) is None
+    objection = manifest(KVLayout("weights-1", 2, 2, 16, "int7")).objection(LAYOUT)
+    assert objection is not None
+    assert "dtype int7" in objection
 
 
 def test_a_prompt_that_is_not_the_digests_is_refused() -> None:

@@ -50,6 +50,13 @@ class Engine(Protocol):
         """Stores `payload` (wire order, this engine's layout) into `runs`."""
         ...
 
+    def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
+        """`payload`, KV in wire order whose numbers are of `dtype`, as `write_kv` takes it here.
+
+        Rounded to nearest where this engine's dtype is the narrower one.
+        """
+        ...
+
     async def close(self) -> None:
         """Ends worker threads and frees the pool."""
         ...

@@ -3,21 +3,27 @@ from an oracle.
 
 Instead of tensors each slot holds one 64-bit **tag**, and the "model" is
 
-    tag[p]  = H(tag[0] + ... + tag[p - 1], p, id[p])        next id at p = H'(tag[0] + ... + tag[p -
-    1], p) mod vocab
+    tag[p]       = H(tag[0] + ... + tag[p - 1], p, id[p])
+    next id at p = H'(tag[0] + ... + tag[p - 1], p) mod vocab
 
 so that, as in attention, the next id depends on the KV of every earlier position, and a slot that
 is missing, stale, shifted or someone else's changes the answer. The answer is a function of the
 prompt alone: a token oracle without a model.
 
+`oracle` says the same of a text without an engine.
+
 On the wire a token's tag stands at the head of its share of the payload, the rest is zeros: bytes
-in equals bytes out, at the layout's real size. Sampling parameters other than the seed do not
-matter here; the seed enters H'.
+in equals bytes out, at the layout's real size. Of the sampling parameters only the seed matters
+here, and only where the temperature is not 0; it enters H'.
+
+Under either clock a step takes what the formula charges, and its KV is there at the end of it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +31,15 @@ import xxhash
 
 from pddrt.engine.base import StepCost
 from pddrt.env import Env
-from pddrt.types import KVLayout, Run, Span
+from pddrt.types import KVLayout, Run, Sampling, Span
 
 Tags = npt.NDArray[np.uint64]
 
 NEVER = np.uint64(0xDEADBEEFDEADBEEF)
 """What a slot holds that nobody has written: it spoils any answer it enters."""
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_WORDS = struct.Struct("<3Q")
 
 
 class ModelEngine:
@@ -55,60 +64,103 @@ class ModelEngine:
         self._cost = step_cost
         self._eos = eos_ids
         self._tags: Tags = np.full(num_slots, NEVER, dtype=np.uint64)
+        self._stepping = False
+        self._closed = False
 
     async def start(self) -> None:
         """Nothing to get ready."""
 
     async def step(self, spans: Sequence[Span]) -> list[int | None]:
-        """The tags of the new tokens are written when the charged time has passed, not before."""
-        await self.env.sleep_until(self.env.now() + self._cost(spans))
-        return [self._span(span) for span in spans]
+        """See `Engine.step`. Tags are written when the charged time has passed, not before."""
+        assert not self._stepping, "an engine runs one step at a time"
+        assert not self._closed, "the engine is closed"
+        assert spans, "a step without spans"
+        self._stepping = True
+        try:
+            await self.env.sleep_until(self.env.now() + self._cost(spans))
+            return [self._span(span) for span in spans]
+        finally:
+            self._stepping = False
 
     def _span(self, span: Span) -> int | None:
-        slots = _slots(span.runs)
-        assert len(slots) == span.end
-        assert span.tokens
+        slots = self._slots(span.runs)
+        assert len(slots) == span.end <= self.max_context, f"{span.request}: runs"
+        assert span.tokens, f"{span.request}: no tokens"
         total = int(self._tags[slots[: span.start]].sum())
+        made = []
         for position, token in enumerate(span.tokens, span.start):
-            tag = _hash(total, position, token)
-            self._tags[slots[position]] = tag
-            total = (total + tag) & 0xFFFFFFFFFFFFFFFF
+            made.append(_hash(total, position, token))
+            total = (total + made[-1]) & _MASK
+        self._tags[slots[span.start :]] = np.array(made, dtype=np.uint64)
         if span.sampling is None:
             return None
-        return self._draw(total, span.end, span.sampling.seed if span.sampling.temperature else 0)
-
-    def _draw(self, total: int, position: int, seed: int) -> int:
-        for attempt in range(1, 1000):
-            token = _hash(total, position, seed + attempt * 0x9E3779B97F4A7C15) % self._vocab
-            if token not in self._eos:
-                return token
-        raise AssertionError("every id is an end of sequence")
+        return _draw(total, span.end, span.sampling, self._vocab, self._eos)
 
     def read_kv(self, runs: Sequence[Run]) -> bytes:
-        tags = self._tags[_slots(runs)]
+        tags = self._tags[self._slots(runs)]
         payload = np.zeros((len(tags), self.layout.bytes_per_token), dtype=np.uint8)
         payload[:, :8] = tags.view(np.uint8).reshape(-1, 8)
         return payload.tobytes()
 
     def write_kv(self, runs: Sequence[Run], payload: bytes | memoryview) -> None:
-        slots = _slots(runs)
+        slots = self._slots(runs)
+        assert memoryview(payload).nbytes == len(slots) * self.layout.bytes_per_token, (
+            "payload and runs differ in size"
+        )
+        if not runs:
+            return
         rows = np.frombuffer(payload, dtype=np.uint8).reshape(len(slots), -1)
-        assert rows.shape[1] == self.layout.bytes_per_token
         self._tags[slots] = np.ascontiguousarray(rows[:, :8]).view(np.uint64).ravel()
 
+    def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
+        """Only the size of a token's share changes; tags are not numbers."""
+        theirs = replace(self.layout, dtype=dtype).bytes_per_token
+        rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, theirs)
+        mine = np.zeros((len(rows), self.layout.bytes_per_token), dtype=np.uint8)
+        mine[:, :8] = rows[:, :8]
+        return mine.tobytes()
+
     async def close(self) -> None:
+        self._closed = True
         self._tags = np.zeros(0, dtype=np.uint64)
 
+    def _slots(self, runs: Sequence[Run]) -> npt.NDArray[np.int64]:
+        for run in runs:
+            assert run.slot >= 0, f"{run} is out of range"
+            assert 0 < run.length <= len(self._tags) - run.slot, f"{run} is out of range"
+        if len(runs) == 1:
+            return np.arange(runs[0].slot, runs[0].slot + runs[0].length)
+        parts = [np.arange(r.slot, r.slot + r.length) for r in runs]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-def _slots(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
-    if len(runs) == 1:
-        return np.arange(runs[0].slot, runs[0].slot + runs[0].length)
-    parts = [np.arange(r.slot, r.slot + r.length) for r in runs]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+def oracle(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: Sampling,
+    *,
+    vocab: int,
+    eos_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """The ids that belong at the positions of `output`, each given all that really came before."""
+    wanted, total = [], 0
+    for position, token in enumerate([*prompt, *output]):
+        if position >= len(prompt):
+            wanted.append(_draw(total, position, sampling, vocab, eos_ids))
+        total = (total + _hash(total, position, token)) & _MASK
+    return wanted
 
 
-def _hash(*values: int) -> int:
-    digest = xxhash.xxh3_64()
-    for value in values:
-        digest.update((value & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little"))
-    return digest.intdigest()
+def _draw(
+    total: int, position: int, sampling: Sampling, vocab: int, eos_ids: frozenset[int]
+) -> int:
+    seed = sampling.seed if sampling.temperature else 0
+    for attempt in range(1, 1000):
+        token = _hash(total, position, seed + attempt * 0x9E3779B97F4A7C15) % vocab
+        if token not in eos_ids:
+            return token
+    raise AssertionError("every id is an end of sequence")
+
+
+def _hash(a: int, b: int, c: int) -> int:
+    return xxhash.xxh3_64_intdigest(_WORDS.pack(a, b, c & _MASK))

@@ -348,6 +348,11 @@ class TorchEngine:
             self._bytes[:, :, run.slot : run.slot + run.length] = source[:, :, at : at + run.length]
             at += run.length
 
+    def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
+        """See `Engine.convert_kv`. On the CPU, wherever the pool is."""
+        numbers = torch.frombuffer(bytearray(payload), dtype=getattr(torch, dtype))
+        return numbers.to(self._pool.dtype).view(torch.uint8).numpy().tobytes()
+
     async def close(self) -> None:
         """See `Engine.close`. Waits for a step in flight."""
         self._closed = True

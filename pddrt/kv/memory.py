@@ -5,6 +5,7 @@ table (shared pages first, then its own), how many tokens of its prompt were the
 lock on what it shares.
 
     reserve   match, lock, evict and allocate in one, or nothing at all
+    grow      a request that goes on needs more
     copied    the tail of the hit is in the request's own page now
     keep      KV that is done goes to the cache, and stays the request's to read
     pin       a step may write into the request's pages, or read those it shares
@@ -121,6 +122,23 @@ class KVMemory:
         self.cache.unlock_tail(holding.lock)
         holding.tail = None
 
+    def grow(self, request: str, tokens: int) -> bool:
+        """Makes room for `tokens` positions of a request that has begun; False where there is none.
+
+        New pages continue the last run if they can. What nobody locks is evicted for them.
+        """
+        holding = self._holdings[request]
+        missing = self.pool.pages_for(tokens) - len(holding.table)
+        if missing <= 0:
+            return True
+        if not self.cache.make_room(missing):
+            return False
+        pages = self.pool.grow(request, missing, near=holding.table[-1])
+        assert pages is not None
+        holding.table.extend(pages)
+        holding.own += missing
+        return True
+
     def keep(self, request: str, ids: Sequence[int]) -> int:
         """Gives the cache what `request` has KV of: `ids`, from position 0. Pages that it took.
 
@@ -134,7 +152,20 @@ class KVMemory:
         assert inserted.lock is not None
         holding.lock = inserted.lock
         holding.own -= len(inserted.taken)
+        if inserted.duplicates:
+            self._share(request, holding, ids)
         return len(inserted.taken)
+
+    def _share(self, request: str, holding: Holding, ids: Sequence[int]) -> None:
+        """Another request kept the same KV first: reads that, under the lock, and gives its own
+        whole copies back. A request must not hold twice what it needs once.
+        """
+        for at, page in enumerate(self.cache.match(ids).pages):
+            copy = holding.table[at]
+            if copy != page:
+                holding.table[at] = page
+                holding.own -= 1
+                self.pool.release_pages(request, [copy])
 
     def whole(self, tokens: int) -> int:
         """The part of `tokens` positions that lies in full pages."""

@@ -8,8 +8,9 @@ Whoever first holds the whole KV and the first id (RLD, or MD in P-MD) delivers 
 gateway, marked P: until then the gateway has nothing to show. Ids go to the gateway as they are
 made, by absolute position.
 
-Pages for the longest answer are reserved before KV is admitted: a request that has begun here can
-always end here.
+A request is admitted with room for its prompt and one token more; it grows as it decodes. Where
+memory runs out, who came last is preempted and later rebuilt from its ids, here: P may have
+forgotten its KV by then. What could not end even if it were alone is refused at the door.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Decoder(Instance):
             f"lease expired on {self.name}",
         )
         self._entries[manifest.request] = Decoding(manifest, conn.peer, side, lease)
-        self.wait_for_memory(manifest.request, manifest.prompt, limits.kv_tokens)
+        tokens = min(limits.kv_tokens, limits.prompt_len + 1)
+        self.wait_for_memory(manifest.request, manifest.prompt, tokens)
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind == "offer":
@@ -148,14 +150,18 @@ class Decoder(Instance):
         if entry := self._find(conn, frame):
             entry.stream = conn
             start, end, size = frame["start"], frame["end"], len(frame.payload)
-            if not entry.admitted or size != (end - start) * self.engine.layout.bytes_per_token:
+            theirs = entry.manifest.layout
+            if not entry.admitted or size != (end - start) * theirs.bytes_per_token:
                 raise BadFrame(
                     f"{size} bytes are not the KV of [{start}, {end}) that was asked for"
                 )
             # A range that is wrong is refused before it is written.
             actions = entry.side.on_kv(start, end)
             runs = self.memory.runs(entry.request, start, end)
-            self.engine.write_kv(runs, memoryview(frame.payload))
+            payload: bytes | memoryview = memoryview(frame.payload)
+            if theirs.dtype != self.engine.layout.dtype:
+                payload = self.engine.convert_kv(payload, theirs.dtype)
+            self.engine.write_kv(runs, payload)
             self.env.trace.emit(
                 KVReceived(self.env.now(), entry.request, self.name, start, end, len(frame.payload))
             )

@@ -35,7 +35,7 @@ from pddrt.kv.memory import KVMemory
 from pddrt.netem.net import Connection, Net
 from pddrt.protocol import MESSAGES, check_fields
 from pddrt.sched import Admission, Batch, Outcome, Scheduler, SequenceState
-from pddrt.trace import Admitted, Freed, Kept, Learnt, PoolChecked, Step
+from pddrt.trace import Admitted, Freed, Kept, Learnt, PoolChecked, Preempted, Step
 from pddrt.types import LETTER, Ns, Role
 
 Handler = Callable[[Connection, Frame], None]
@@ -229,9 +229,11 @@ class Instance(Node):
             spec.chunk_tokens,
             spec.max_batch,
             lambda request, end: self.memory.runs(request, 0, end),
+            self._room,
         )
         self.admission = Admission(self._reserve)
         self._wanted: dict[str, Wanted] = {}
+        self._preempted: dict[str, SequenceState] = {}
         self._lessons: dict[str, str] = {}
         """Answers being learnt: the owner of their pages, and the request they are of."""
         self.steps = 0
@@ -292,10 +294,12 @@ class Instance(Node):
             self._end_lesson(idle[-1])
         return True
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Lets in whom there is room for; whether there was anybody."""
         if self._closing:
-            return
-        for request in self.admission.admit():
+            return False
+        admitted = self.admission.admit()
+        for request in admitted:
             del self._wanted[request]
             self._copy_tail(request)
             holding = self.memory.holding(request)
@@ -303,7 +307,50 @@ class Instance(Node):
             self.env.trace.emit(
                 Admitted(self.env.now(), request, self.name, holding.own, holding.hit, hit_bytes)
             )
-            self.admitted(request, holding.hit)
+            if seq := self._preempted.pop(request, None):
+                self._resume(seq, holding.hit)
+            else:
+                self.admitted(request, holding.hit)
+        return bool(admitted)
+
+    def _room(self, request: str, end: int) -> bool:
+        """Room for `request` up to `end`, before it is stepped. Who came last gives way: lessons,
+        then requests, `request` itself in the end. What a running step holds stays.
+        """
+        while not self.memory.grow(request, end):
+            victim = next(
+                (s for s in reversed(self.sched.sequences.values()) if not s.in_step), None
+            )
+            if victim is None:
+                return False
+            if victim.request in self._lessons:
+                self._end_lesson(victim.request)
+            else:
+                self.preempt(victim.request)
+            if victim.request == request:
+                return False
+        return True
+
+    def preempt(self, request: str) -> None:
+        """Takes back the memory of a request that has begun; it waits at the head of the queue for
+        its turn, and is then rebuilt by extending over its ids. What the cache still has of them by
+        then need not be.
+        """
+        seq = self.sched.sequences[request]
+        self.keep(request, seq.ids[: seq.computed])
+        self.env.trace.emit(Preempted(self.env.now(), request, self.name, seq.computed))
+        self.sched.drop(request)
+        pages = self.memory.release(request)
+        assert pages is not None
+        self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
+        self._wanted[request] = Wanted(seq.ids, len(seq.ids), len(seq.ids) - 1)
+        self._preempted[request] = seq
+        self.admission.add(request, first=True)
+
+    def _resume(self, seq: SequenceState, hit: int) -> None:
+        seq.computed = hit
+        self.sched.add(seq)
+        self.wake()
 
     def _copy_tail(self, request: str) -> None:
         """The last tokens of a hit that ends within a page go into the request's own page."""
@@ -314,6 +361,8 @@ class Instance(Node):
 
     def keep(self, request: str, ids: Sequence[int]) -> None:
         """The KV of `ids`, which `request` has here, stays for others. See `KVMemory.keep`."""
+        if not self.memory.holds(request):
+            return  # it was preempted, and kept then
         if pages := self.memory.keep(request, ids):
             self.env.trace.emit(Kept(self.env.now(), request, self.name, pages, len(ids)))
 
@@ -324,6 +373,7 @@ class Instance(Node):
         self.sched.drop(request)
         if self.admission.drop(request):
             del self._wanted[request]
+            self._preempted.pop(request, None)
             self._changed.set()
             self._admit()  # it may have held up others that fit
         else:
@@ -334,6 +384,7 @@ class Instance(Node):
             self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
             self._changed.set()
             self._admit()
+            self.wake()  # some sequence may have lacked room
 
     def check_memory(self) -> None:
         """After the run: records where every page is. Raises PoolCorrupt or CacheCorrupt if the
@@ -414,6 +465,8 @@ class Instance(Node):
         while not self._closing:
             batch = self.sched.plan()
             if batch is None:
+                if self._preempted and self._admit():
+                    continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue
