@@ -157,6 +157,49 @@ def _run(
         result.raise_for_status()
 
 
+@app.command(short_help="Measure step times here, for the virtual clock.")
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A model's name, hub id or folder.")
+    ] = "smollm2-135m",
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Default: MODEL-DTYPE-DEVICE.profile.json.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the model, as in a scenario.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians of so many.")] = 5,
+) -> None:
+    """Measures how long steps of many shapes take on this machine, alone, and writes a step
+    profile: a scenario uses it as `step_time: measured:FILE`. Takes a minute or so.
+    """
+    from pddrt import live
+    from pddrt.calibrate import calibrate as measure
+
+    path = Path(out or f"{Path(model).name}-{dtype}-{device.replace(':', '')}.profile.json")
+    with _outlet() as outlet:
+        console = _console(outlet)
+        with _signals_end_it(), live.Bars(_console(sys.stderr)) as bars:
+            profile = measure(
+                model, dtype, device=device, threads=threads, rounds=rounds, progress=bars
+            )
+        try:
+            path.write_text(profile.dump(), encoding="utf-8")
+        except OSError as error:
+            raise CannotRun(f"cannot write {path}: {error.strerror}") from None
+        errors = sorted(map(abs, profile.errors))
+        middle, worst = errors[len(errors) // 2], errors[-1]
+        console.print(
+            f"{len(errors)} shapes measured; the formula is off by {100 * middle:.0f} % in the "
+            f"middle, {100 * worst:.0f} % at worst",
+            soft_wrap=True,
+        )
+        console.print(f"saved in {path}", soft_wrap=True)
+
+
 @app.command(short_help="Look into a recorded run, or one request of it.")
 def inspect(
     run_folder: Annotated[

@@ -24,7 +24,7 @@ from pddrt.roles.gateway import LEASE_GRACE, Gateway
 from pddrt.roles.node import Instance, InstanceSpec, Node
 from pddrt.roles.prefill import Prefill
 from pddrt.scenario import CLIENT, GATEWAY
-from pddrt.trace import LinkTotal
+from pddrt.trace import InstanceStarted, LinkTotal
 from pddrt.types import SECOND, Ns, Sampling
 from pddrt.workload import Session
 
@@ -61,6 +61,7 @@ class Deployment:
     ) -> None:
         self.env = env
         self.net = net
+        self.topology = topology
         self.instances: list[Instance] = [
             self._instance(spec, engines[spec.name], rules) for spec in specs
         ]
@@ -97,6 +98,9 @@ class Deployment:
         """Brings every role up and every control stream with it."""
         for instance in self.instances:
             await instance.engine.start()
+            spec, site = instance.spec, self.topology.sites[instance.name]
+            about = (spec.name, spec.role, site, spec.num_pages, spec.page_tokens)
+            self.env.trace.emit(InstanceStarted(self.env.now(), *about))
         nodes: list[Node] = [*self.instances, self.gateway, self.client]
         for node in nodes:
             await node.start()

@@ -73,8 +73,14 @@ class Env:
         return task
 
     def _watch(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None and not self.failure.done():
-            self.failure.set_exception(task.exception())  # type: ignore[arg-type]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run (see `run_or_fail`), unless it has failed before."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+            self.failure.exception()  # it may come too late for anybody to ask
 
     async def run_or_fail(self, main: Awaitable[None]) -> None:
         """Awaits `main`, but raises at once if any spawned task fails."""

@@ -58,6 +58,10 @@ class Link(Section):
     tcp: Annotated[Literal["none"], Later("reno", "cubic", "bbr")] = "none"
 
 
+MEASURED = "measured:"
+"""Before the name of a step profile; relative names are looked for beside the scenario."""
+
+
 class Figures(Section):
     """Step times as two figures (see `chips.figures_cost`)."""
 
@@ -76,6 +80,8 @@ def _chip_tag(value: Any) -> str:
 
 
 def _step_time_tag(value: Any) -> str:
+    if isinstance(value, str) and value.startswith(MEASURED):
+        return "<measured>"
     return "<Figures>" if isinstance(value, (dict, Figures)) else "<name>"
 
 
@@ -86,9 +92,14 @@ ChipField = Annotated[
 StepTime = Annotated[
     Annotated[
         Literal["real", "chip"],
-        Later("measured:.*"),
-        Allowed("real | chip | {prefill_tokens_per_s, decode_step}"),
+        Allowed("real | chip | measured:FILE | {prefill_tokens_per_s, decode_step}"),
         Tag("<name>"),
+    ]
+    | Annotated[
+        str,
+        Field(pattern=rf"^{MEASURED}\S.*$"),
+        Allowed("measured:FILE, a profile of `pddrt calibrate`"),
+        Tag("<measured>"),
     ]
     | Annotated[Figures, Tag("<Figures>")],
     Discriminator(_step_time_tag),

@@ -120,7 +120,7 @@ def story(console: Console, run: Recorded, request: str) -> None:
     shown.add_column("where", no_wrap=True)
     shown.add_column("what")
     sent, before = events[0]["t_s"], events[0]["t_s"]
-    for chapter in _chapters(events):
+    for chapter in sorted(_chapters(events), key=lambda told: told[0]["t_s"]):
         first = chapter[0]
         where, what = _tell(chapter)
         style = STYLE.get(first.get("source", ""), "")
@@ -163,7 +163,13 @@ def _facts(console: Console, r: Json) -> None:
         f"skipped {size(r['kv_bytes_skipped'])}"
     )
     if parity := r.get("parity"):
-        lines.append(f"parity {json.dumps(parity)}")
+        verdict = {"near_tie": "a near tie"}.get(parity["verdict"], parity["verdict"])
+        where = parity["first_divergence"]
+        since = "" if where is None else f", first at answer token {where}"
+        lines.append(
+            f"against a plain pass of the model: {verdict}{since}; "
+            f"margin {parity['margin']:.2g} of what counts as a near tie"
+        )
     for line in lines:
         console.print(line, soft_wrap=True)
     console.print(bar(r["token_source"], console.width, console.color_system is not None))
@@ -211,8 +217,24 @@ TELL: dict[str, Teller] = {
         f"routed {e['pipeline']}: {e['reason']}"
         + ("" if e["wan_estimate_s"] is None else f" ({_time(e['wan_estimate_s'])} expected)"),
     ),
-    "Admitted": lambda e: (e["instance"], f"has {e['pages']} pages for it"),
-    "Freed": lambda e: (e["instance"], f"gave {e['pages']} pages back"),
+    "Admitted": lambda e: (
+        e["instance"],
+        f"has {e['pages']} pages for it"
+        + (f", and {e['hit']:,} tokens of it are cached" if e["hit"] else ""),
+    ),
+    "Preempted": lambda e: (
+        e["instance"],
+        f"takes its memory back for others, {e['tokens']:,} tokens of KV; it waits for its turn",
+    ),
+    "Kept": lambda e: (
+        e["instance"],
+        f"keeps the KV of {e['tokens']:,} tokens: {e['pages']} more pages in the cache",
+    ),
+    "Learnt": lambda e: (e["instance"], f"has computed the KV of the answer, to {e['tokens']:,}"),
+    "Freed": lambda e: (
+        e["instance"],
+        f"is done with it, {e['pages']} pages are free" if e["pages"] else "is done with it",
+    ),
     "PrefillStarted": lambda e: (e["instance"], "starts the prompt"),
     "PrefillEnded": lambda e: (e["instance"], "has sampled the first token"),
     "KVWhole": lambda e: (e["instance"], f"holds the KV of all {e['prompt_tokens']:,} tokens"),

@@ -36,8 +36,9 @@ from pddrt.engine.models import LoadedModel, Progress, load, load_tokenizer
 from pddrt.engine.outline import Outline, outline, outline_tokenizer
 from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv, wall_stamp
 from pddrt.errors import BadInput, CannotRun, Interrupted, RunFailed
+from pddrt.invariants import Monitor, Violation
 from pddrt.kv.pages import PoolCorrupt
-from pddrt.metrics import SCHEMA, Recorder, request_json, spread, summary, violations
+from pddrt.metrics import SCHEMA, Recorder, request_json, spread, summary
 from pddrt.netem.net import Net, Topology
 from pddrt.policy.route import Naive, Pdd, Policy
 from pddrt.prompts import Framing
@@ -65,12 +66,14 @@ class Result:
         """Raises Interrupted or RunFailed where the run did not end as the scenario allows."""
         if self.interrupted:
             raise Interrupted(f"interrupted; what was measured is saved in {self.folder}")
-        requests, broken = self.summary["requests"], self.summary["invariants"]["violations"]
+        requests, invariants = self.summary["requests"], self.summary["invariants"]
+        broken = invariants["violations"]
         lost = requests["total"] - requests["finished"]
         if self.failure or lost or broken:
             why = [self.failure] if self.failure else []
             why += [f"{lost} of {requests['total']} requests did not finish"] if lost else []
-            why += [f"{len(broken)} invariants violated: {broken[0]}"] if broken else []
+            if broken:
+                why.append("\n    ".join([f"violated: {broken[0]}", *invariants["led_to"]]))
             raise RunFailed("; ".join(why))
 
 
@@ -98,6 +101,7 @@ class Run:
         self._interrupted = False
         self._stops: list[Callable[[], object]] = []
         self._failure = ""
+        self._env: Env | None = None
         self._lags: list[Ns] = []
 
     # -- before ------------------------------------------------------------------------------------
@@ -237,15 +241,21 @@ class Run:
                 (self.folder / "scenario.yaml").write_text(
                     self.scenario.dump(_cores()), encoding="utf-8"
                 )
+                for instance in self.instances:
+                    if instance.profile is not None:
+                        copy = self.folder / instance.profile_copy
+                        copy.write_bytes(instance.profile.read_bytes())
                 file = open(self.folder / "events.jsonl", "w", encoding="utf-8")  # noqa: SIM115
             watch = Stopwatch()
             self.trace = Trace(file)
-            for listener in (*self._listeners, self._stop_if_unsaved):
+            self.monitor = Monitor(self._violated, self.trace.events, self.recorder.legs)
+            checks: list[Callable[[Event], None]] = [self.monitor, self._stop_if_unsaved]
+            for listener in self._listeners + checks:
                 self.trace.listen(listener)
             try:
                 with asyncio.Runner(loop_factory=self._new_loop) as runner:
                     runner.run(self._main())
-            except Deadlock as error:
+            except (Deadlock, PoolCorrupt) as error:
                 self._fail(error)
             finally:
                 with _writing(self.folder), file:
@@ -256,6 +266,11 @@ class Run:
             self._verify(progress)
         with _signals_to(self._interrupt), _writing(self.folder):
             return self._save(wall)
+
+    def _violated(self, violation: Violation) -> None:
+        """What is not right any more is not worth going on with, either."""
+        if self._env is not None:
+            self._env.fail(violation)
 
     def _stop_if_unsaved(self, event: Event) -> None:
         """A run whose events cannot be kept is not worth going on with."""
@@ -272,6 +287,7 @@ class Run:
     async def _main(self) -> None:
         virtual = self.scenario.clock == "virtual"
         env: Env = (VirtualEnv if virtual else WallEnv)(self.scenario.seed, self.trace)
+        self._env = env
         env.trace.emit(
             RunStarted(env.now(), self.scenario.name, self.scenario.seed, self.scenario.clock)
         )
@@ -281,6 +297,8 @@ class Run:
         metering = asyncio.ensure_future(lag.run()) if lag else None
         try:
             await self._play(env, deployment)
+        except Violation:
+            pass  # the monitor has it
         except (RunFailed, PoolCorrupt) as error:
             self._fail(error)
         finally:
@@ -289,6 +307,7 @@ class Run:
                 deployment.account()
             except PoolCorrupt as error:
                 self._fail(error)
+            self.monitor.finish()
             if metering is not None and lag is not None:
                 metering.cancel()
                 self._lags = lag.lags
@@ -416,7 +435,6 @@ class Run:
         with open(self.folder / "requests.jsonl", "w", encoding="utf-8") as file:
             for record in self.recorder.requests.values():
                 file.write(dumps(request_json(record, slo.ttft, slo.tpot)) + "\n")
-        found = violations(self.recorder)
         numbers = {
             "schema": SCHEMA,
             "name": self.scenario.name,
@@ -426,7 +444,7 @@ class Run:
             "virtual_s": Seconds(self.recorder.end) if self.scenario.clock == "virtual" else None,
             "digest": self.trace.digest,
             "interrupted": self._interrupted,
-            **summary(self.recorder, slo.ttft, slo.tpot, found),
+            **summary(self.recorder, slo.ttft, slo.tpot, self.monitor.report()),
             "loop_lag_s": {
                 k: v for k, v in spread(self._lags).items() if k in ("p50", "p99", "max")
             },
@@ -444,7 +462,7 @@ class Run:
                 "python": platform.python_version(),
                 **{name: _version(name) for name in ("torch", "transformers", "uvloop")},
             },
-            "machine": {"system": platform.platform(), "cores": _cores(), "cpu": _cpu()},
+            "machine": {"system": platform.platform(), "cores": _cores(), "cpu": cpu_name()},
             "threads": {i.name: i.threads for i in self.instances},
             "model": {
                 "name": model.name,
@@ -534,7 +552,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """The processor's name, where the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

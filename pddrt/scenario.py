@@ -22,13 +22,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr
 
-from pddrt import document, sections
+from pddrt import document, profiles, sections
 from pddrt.chips import CHIPS, Chip, ModelShape, chip_cost, figures_cost
 from pddrt.document import Document, Keys, Problem
 from pddrt.errors import BadInput
 from pddrt.fields import (
     LATER_FIELDS,
     MAX_INSTANCES,
+    MEASURED,
     Dtype,
     Faults,
     Figures,
@@ -68,12 +69,21 @@ class ResolvedInstance:
     kv_memory: int
     engine: Literal["torch", "model"]
     chip: Chip | None
-    step_time: Literal["real", "chip"] | Figures
+    step_time: str | Figures
+    profile: Path | None
+    """Where the step profile of `measured:` lies."""
+
+    @property
+    def profile_copy(self) -> str:
+        """What the profile is called in a run folder."""
+        return f"{self.name}.profile.json"
 
     def step_cost(self, shape: ModelShape) -> StepCost | None:
         """What a step is charged; None for `real`."""
         if isinstance(self.step_time, Figures):
             return figures_cost(self.step_time.prefill_tokens_per_s, self.step_time.decode_step)
+        if self.profile is not None:
+            return profiles.read(self.profile).cost
         if self.step_time == "real":
             return None
         assert self.chip is not None
@@ -151,6 +161,7 @@ class Scenario(Section):
                 max_batch=entry.max_batch, kv_memory=entry.kv_memory, engine=entry.engine,
                 chip=CHIPS[entry.chip] if isinstance(entry.chip, str) else entry.chip,
                 step_time=entry.step_time or ("chip" if self._charged(entry) else "real"),
+                profile=_profile(entry, self._origin.written),
             )
             for (name, group, entry), count in zip(entries, threads, strict=True)
         )  # fmt: skip
@@ -165,7 +176,8 @@ class Scenario(Section):
             r.name: self.instances[r.group].model_copy(
                 update={
                     "count": 1, "threads": r.threads, "dtype": r.dtype,
-                    "page_tokens": r.page_tokens, "step_time": r.step_time,
+                    "page_tokens": r.page_tokens,
+                    "step_time": f"{MEASURED}{r.profile_copy}" if r.profile else r.step_time,
                 }
             )
             for r in self.resolved(cores)
@@ -232,6 +244,7 @@ def _checked(
     problems = written.problems + checked.problems
     if checked.model is not None:
         problems += _across(checked.model, checked)
+        problems += _profile_problems(checked.model, written)
     if problems or refused:
         raise BadInput(written.lines(problems) + refused)
     assert checked.model is not None
@@ -251,6 +264,32 @@ def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]
         yield from _role_problems(scenario)
     if checked.usable("links", "*", "between") and checked.usable("gateway", "site"):
         yield from _site_problems(scenario)
+
+
+def _profile(entry: Instance, written: Document | None) -> Path | None:
+    """The file that `step_time: measured:FILE` names: beside the scenario, or where we stand."""
+    if not isinstance(entry.step_time, str) or not entry.step_time.startswith(MEASURED):
+        return None
+    name = Path(entry.step_time.removeprefix(MEASURED)).expanduser()
+    beside = Path(written.file if written else "").parent / name
+    return beside if beside.exists() else name
+
+
+def _profile_problems(scenario: Scenario, written: Document) -> Iterator[Problem]:
+    """Step profiles that are not there, or are not profiles, or are of another model."""
+    for name, entry in scenario.instances.items():
+        if (path := _profile(entry, written)) is None:
+            continue
+        keys = ("instances", name, "step_time")
+        try:
+            profile = profiles.read(path)
+        except BadInput as error:
+            yield Problem(keys, f"{error}; `pddrt calibrate` writes one")
+            continue
+        dtype = entry.dtype or scenario.dtype
+        if (profile.model, profile.dtype) != (scenario.model, dtype):
+            yield Problem(keys, f"{path} is of {profile.model} in {profile.dtype}; "
+                                f"needed: {scenario.model} in {dtype}")  # fmt: skip
 
 
 def _clock_problems(scenario: Scenario) -> Iterator[Problem]:

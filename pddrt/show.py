@@ -253,6 +253,12 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[Table]:
     table.add_row(
         "tokens", ": ".join([f"{tokens['output']:,}", *filter(None, [", ".join(makers)])])
     )
+    if summary["slo_attainment"] is not None and summary["goodput_rps"] is not None:
+        table.add_row(
+            "SLO",
+            f"met by {100 * summary['slo_attainment']:.0f} %; "
+            f"goodput {summary['goodput_rps']:.3g} requests/s",
+        )
     for name, link in summary["links"].items():
         ids = f", ids {size(link['ids_bytes'])}" if link["ids_bytes"] else ""
         table.add_row(

@@ -13,9 +13,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, TextIO
 
 from pddrt.types import SECOND, Ns
+
+PageRanges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,26 @@ class RunStarted(Event):
     name: str
     seed: int
     clock: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStarted(Event):
+    """An instance with `pages` pages of `page_tokens` tokens; its site says which links it uses."""
+
+    instance: str
+    role: str
+    site: str
+    pages: int
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate(Event):
+    """From now on both directions of a link carry `rate` bytes/s (None: unlimited)."""
+
+    link: str
+    between: tuple[str, str]
+    rate: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +138,58 @@ class Freed(Event):
     pages: int
 
 
+# Where every page is, page by page: `pages` are ranges (first, count). An owner is a request or the
+# lesson of one. The prefix cache is none: its pages are kept, and then evicted.
+
+
+@dataclass(frozen=True, slots=True)
+class PagesTaken(Event):
+    """Free pages are `owner`'s now, behind those that it has."""
+
+    instance: str
+    owner: str
+    pages: PageRanges
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable(Event):
+    """The pages of `owner`'s positions, in order: its own, and cached ones that it has locked. KV
+    of its first `hit` positions was there when it began.
+    """
+
+    instance: str
+    owner: str
+    pages: PageRanges
+    hit: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesKept(Event):
+    """Pages of `owner`'s went to the cache; it has locked them, and reads them on."""
+
+    instance: str
+    owner: str
+    pages: PageRanges
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFreed(Event):
+    """Pages of `owner`'s are free; with `over` it has neither pages nor locks any more."""
+
+    instance: str
+    owner: str
+    pages: PageRanges
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagesEvicted(Event):
+    """Cached pages are free."""
+
+    instance: str
+    pages: PageRanges
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillStarted(Event):
     request: str
@@ -125,6 +200,14 @@ class PrefillStarted(Event):
 class PrefillEnded(Event):
     request: str
     instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegan(Event):
+    """A forward pass begins, and may write until its Step: (owner, start, end) of each sequence."""
+
+    instance: str
+    spans: tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +225,7 @@ class Step(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSent(Event):
-    """The KV of [start, end) left `src`'s hands for `dst`."""
+    """`src` read the KV of [start, end) and hands it to a stream to `dst`."""
 
     request: str
     src: str
@@ -255,12 +338,15 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class PoolChecked(Event):
-    """An instance's pages after the run: free or cached, or the run has failed."""
+    """An instance's pages after the run: free or cached, or the run has failed. Locked are those of
+    the cached that could not be evicted.
+    """
 
     instance: str
     pages: int
     pages_free: int
     pages_cached: int
+    pages_locked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,30 +378,42 @@ class Seconds:
         return f"{sign}{ns // SECOND}.{ns % SECOND:09d}"
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def dumps(value: Any) -> str:
     """Compact JSON, keys in the order given, `Seconds` as exact decimals."""
-    if isinstance(value, Seconds):
+    if type(value) is int or isinstance(value, Seconds):
         return str(value)
     if isinstance(value, dict):
-        inner = ",".join(f"{json.dumps(str(k))}:{dumps(v)}" for k, v in value.items())
+        inner = ",".join(f"{_encode(str(k))}:{dumps(v)}" for k, v in value.items())
         return "{" + inner + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(dumps, value)) + "]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _encode(value)
+
+
+@cache
+def _form(kind: Any) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
+    """How events of a class begin; for each field its name, its key, and whether it is a time."""
+    names = [f.name for f in fields(kind) if f.name != "t"]
+    timed = [name.endswith("_ns") for name in names]
+    keys = [name[:-3] + "_s" if time else name for name, time in zip(names, timed, strict=True)]
+    texts = [f',"{key}":' for key in keys]
+    return f'{{"event":"{kind.__name__}","t_s":', tuple(zip(names, texts, timed, strict=True))
 
 
 def to_line(event: Event) -> str:
     """One line of events.jsonl, without the newline."""
-    record: dict[str, Any] = {"event": type(event).__name__, "t_s": Seconds(event.t)}
-    for f in fields(event):
-        value = getattr(event, f.name)
-        if f.name == "t":
-            continue
-        if f.name.endswith("_ns"):
-            record[f.name[:-3] + "_s"] = None if value is None else Seconds(value)
-        else:
-            record[f.name] = value
-    return dumps(record)
+    kind: Any = type(event)
+    head, form = _form(kind)
+    parts = [head, str(Seconds(event.t))]
+    for name, key, timed in form:
+        value = getattr(event, name)
+        if timed and value is not None:
+            value = Seconds(value)
+        parts += (key, dumps(value))
+    return "".join(parts) + "}"
 
 
 class Trace:
@@ -330,7 +428,9 @@ class Trace:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """`listener(event)` is called for every later event; it must not raise or block."""
+        """`listener(event)` is called for every later event. It must not block; what it raises ends
+        whoever emitted the event.
+        """
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:

@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from pddrt.deployment import Deployment, Rules
+from pddrt.engine.base import Engine
 from pddrt.engine.model import ModelEngine
 from pddrt.engine.tokens import ByteTokenizer
-from pddrt.env import VirtualEnv
-from pddrt.metrics import Recorder, RequestRecord, violations
+from pddrt.env import Env, VirtualEnv
+from pddrt.errors import RunFailed
+from pddrt.invariants import Monitor, Violation
+from pddrt.metrics import Recorder, RequestRecord
 from pddrt.netem.net import LinkSpec, Topology
 from pddrt.netem.simnet import SimNet
 from pddrt.policy.route import Pdd, Policy
@@ -91,6 +94,16 @@ class Cluster:
             for i in range(n)
         ]
 
+    def engine(self, env: Env, spec: InstanceSpec) -> Engine:
+        return ModelEngine(
+            env,
+            self.layouts.get(spec.name, LAYOUT),
+            spec.kv_tokens,
+            vocab=VOCAB,
+            max_context=4096,
+            step_cost=self.main_cost if spec.role == "main" else cost,
+        )
+
     def topology(self) -> Topology:
         sites = {s.name: "b" if s.role == "main" else "a" for s in self.specs()}
         sites |= {"gateway": self.gateway_site, "client": self.gateway_site, "stranger": "a"}
@@ -119,18 +132,10 @@ class Cluster:
         specs = self.specs()
         recorder = Recorder({s.name: s.role for s in specs})
         trace.listen(recorder)
+        monitor = Monitor(_raise, trace.events, recorder.legs)
+        trace.listen(monitor)
         topology = self.topology()
-        engines = {
-            s.name: ModelEngine(
-                env,
-                self.layouts.get(s.name, LAYOUT),
-                s.kv_tokens,
-                vocab=VOCAB,
-                max_context=4096,
-                step_cost=self.main_cost if s.role == "main" else cost,
-            )
-            for s in specs
-        }
+        engines = {s.name: self.engine(env, s) for s in specs}
         rules = Rules(
             self.policy,
             self.eos_ids,
@@ -151,11 +156,20 @@ class Cluster:
             else:
                 await deployment.play(sessions)
 
-        await env.run_or_fail(work())
-        await env.sleep(SETTLE_TIME)
-        deployment.account()
+        try:
+            await env.run_or_fail(work())
+            await env.sleep(SETTLE_TIME)
+            deployment.account()
+        except RunFailed:
+            monitor.finish()  # says more than that pages are missing
+            raise
+        monitor.finish()
         await deployment.close()
-        return Played(trace, recorder, deployment)
+        return Played(trace, recorder, monitor, deployment)
+
+
+def _raise(violation: Violation) -> None:
+    raise violation
 
 
 async def _none(awaitable: Awaitable[None]) -> None:
@@ -166,6 +180,7 @@ async def _none(awaitable: Awaitable[None]) -> None:
 class Played:
     trace: Trace
     recorder: Recorder
+    monitor: Monitor
     deployment: Deployment
 
     @property
@@ -176,8 +191,8 @@ class Played:
         return [e for e in self.trace.events if isinstance(e, kind)]
 
     def assert_sound(self) -> None:
-        """Nothing lost, nothing doubled, every page back, every answer the oracle's."""
-        assert violations(self.recorder) == []
+        """Every page is back; nothing was lost or doubled, or the monitor would have raised."""
+        assert self.monitor.violations == []
         for instance in self.deployment.instances:
             assert instance.empty, instance.name
             assert not instance.sched.sequences, instance.name

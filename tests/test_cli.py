@@ -125,6 +125,7 @@ def test_the_help_names_every_command(call: Call) -> None:
     assert done.code == 0
     assert re.findall(r"^  (\w+)  +\S", done.out.partition("Commands:")[2], re.M) == [
         "run",
+        "calibrate",
         "inspect",
         "model",
     ]

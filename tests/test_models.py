@@ -680,3 +680,18 @@ def test_a_template_without_answers_has_no_second_turn() -> None:
     tokenizer._tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(BadInput, match="no second turn"):
         tokenizer.follow_up("more", after_eos=True)
+
+
+def test_a_name_that_nobody_knows_is_said_so_in_a_fresh_process(tmp_path: Path) -> None:
+    """Nothing else has imported what the hub's library loads late."""
+    command = [sys.executable, "-m", "pddrt.cli", "model", "pull", "nobody/knows-this"]
+    env = {
+        **os.environ,
+        "PDDRT_HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 3
+    assert "pddrt: model nobody/knows-this: no known name, no folder" in done.stderr
+    assert "Traceback" not in done.stderr

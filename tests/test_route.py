@@ -6,7 +6,7 @@ from pddrt.policy.route import Facts, InstanceFacts, Naive, PathFacts, Pdd, chea
 from pddrt.types import MS, SECOND
 
 
-def facts(kv_bytes: int, rate: int | None = 1_000_000, transfers: int = 0) -> Facts:
+def facts(kv_bytes: int, rate: int | None = 1_000_000, under_way: tuple[int, ...] = ()) -> Facts:
     one = [InstanceFacts("md0", 0, 0)]
     return Facts(
         1,
@@ -14,15 +14,18 @@ def facts(kv_bytes: int, rate: int | None = 1_000_000, transfers: int = 0) -> Fa
         [InstanceFacts("p0", 0, 0)],
         [InstanceFacts("rld0", 0, 0)],
         one,
-        {("p0", "md0"): PathFacts(rate, 10 * MS, transfers)},
+        {("p0", "md0"): PathFacts(rate, 10 * MS, under_way)},
     )
 
 
 def test_the_estimate_is_fair_sharing_plus_delay() -> None:
-    assert transfer_time(1_000_000, PathFacts(1_000_000, 10 * MS, 0)) == SECOND + 10 * MS
-    assert transfer_time(1_000_000, PathFacts(1_000_000, 10 * MS, 2)) == 3 * SECOND + 10 * MS
-    assert transfer_time(1_000_000, PathFacts(None, 10 * MS, 2)) == 10 * MS
-    assert transfer_time(1, PathFacts(0, 10 * MS, 0)) is None
+    assert transfer_time(1_000_000, PathFacts(1_000_000, 10 * MS)) == SECOND + 10 * MS
+    busy = PathFacts(1_000_000, 10 * MS, (250_000, 9_000_000))
+    assert transfer_time(1_000_000, busy) == 2_250 * MS + 10 * MS
+    small = transfer_time(100_000, busy)
+    assert small == 300 * MS + 10 * MS, "two others carry as much, while this one does"
+    assert transfer_time(1_000_000, PathFacts(None, 10 * MS, (5,))) == 10 * MS
+    assert transfer_time(1, PathFacts(0, 10 * MS)) is None
 
 
 def test_long_transfers_are_relayed_and_short_ones_are_not() -> None:
@@ -30,7 +33,7 @@ def test_long_transfers_are_relayed_and_short_ones_are_not() -> None:
     assert policy.route(facts(190_000)).pipeline == "P-MD"
     relayed = policy.route(facts(190_001))
     assert (relayed.pipeline, relayed.relay) == ("P-RLD-MD", "rld0")
-    assert policy.route(facts(150_000, transfers=1)).pipeline == "P-RLD-MD", "busy link"
+    assert policy.route(facts(150_000, under_way=(60_000,))).pipeline == "P-RLD-MD", "busy link"
     assert policy.route(facts(1, rate=0)).pipeline == "P-RLD-MD", "outage"
 
 
@@ -48,7 +51,7 @@ def test_naive_never_relays() -> None:
 def test_the_least_loaded_instance_is_taken_and_ties_go_by_order() -> None:
     f = facts(1)
     mains = [InstanceFacts("md0", 1, 50), InstanceFacts("md1", 1, 40), InstanceFacts("md2", 1, 40)]
-    paths = {("p0", m.name): PathFacts(None, 0, 0) for m in mains}
+    paths = {("p0", m.name): PathFacts(None, 0) for m in mains}
     assert Naive().route(Facts(100, 1, f.prefills, f.relays, mains, paths)).main == "md1"
 
 

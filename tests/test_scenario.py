@@ -114,7 +114,7 @@ ONE_PROBLEM = [
     ("count: 2", "chip: h100", "20: instances.md0.chip: found 'h100', did you mean"),
     ("count: 2", "chip: {flops: 1 TFLOPS, memory: 1 GB}", "20: instances.md0.chip.bandwidth: missing; needed: a rate"),
     ("count: 2", "step_time: chip", "20: instances.md0.step_time: found 'chip', but no chip is given"),
-    ("count: 2", "step_time: measured:f.json", f"20: instances.md0.step_time: found 'measured:f.json', {NOT_YET}"),
+    ("count: 2", "step_time: measured:f.json", "20: instances.md0.step_time: f.json: cannot be read: No such file or directory; `pddrt calibrate` writes one"),
     ("count: 2", "step_time: {decode_step: 5}", "20: instances.md0.step_time.decode_step: found 5, a number without"),
     ("256 MiB", "256", "16: instances.rld0.kv_memory: found 256, a number without a unit; allowed: a size"),
     ("policy: pdd", "policy: local", f"21: pipeline.policy: found 'local', {NOT_YET}; available: pdd | naive"),
@@ -397,7 +397,8 @@ def test_shipped_scenarios_are_valid() -> None:
 
 
 ROUND_TRIPS = {
-    **{path.stem: path.read_text() for path in SHIPPED},
+    # One with a step profile loads only beside it: see test_profiles.
+    **{path.stem: text for path in SHIPPED if "measured:" not in (text := path.read_text())},
     "good": GOOD,
     "chips": GOOD.replace("wall", "virtual").replace("count: 2", "chip: h20").replace("site: a,",
         "site: a, step_time: {prefill_tokens_per_s: 900.5, decode_step: 20 ms},"),

@@ -16,7 +16,7 @@ from rich.console import Console
 from pddrt import live, show
 from pddrt import trace as ev
 from pddrt.live import Bars, Flight, LiveText
-from pddrt.metrics import Recorder, summary, violations
+from pddrt.metrics import Recorder, summary
 from pddrt.scenario import parse
 from pddrt.trace import Event
 from pddrt.types import MS, SECOND, Ns
@@ -140,10 +140,12 @@ def shown(on: Console, renderables: Iterable[Any]) -> list[str]:
     return written(on).splitlines()
 
 
-def facts(recorder: Recorder, verdict: str = "ok", parity: Any = None) -> dict[str, Any]:
+def facts(
+    recorder: Recorder, verdict: str = "ok", parity: Any = None, broken: Sequence[str] = ()
+) -> dict[str, Any]:
     fidelity = {"verdict": verdict, "late_p99_s": ev.Seconds(9 * MS), "limit_s": ev.Seconds(5 * MS)}
     return {
-        **summary(recorder, None, None, violations(recorder)),
+        **summary(recorder, None, None, {"violations": broken}),
         "parity": parity,
         "provenance": {"fidelity": fidelity},
     }
@@ -477,9 +479,10 @@ def test_a_machine_that_was_late_is_named() -> None:
 def test_lost_requests_and_violations_are_named() -> None:
     lost = request("s1.0", ("P", "x"), reason="aborted", detail="lost \x1b[1mmd0")
     recorder = ran(lost, request("s2.0", reason=None))
-    text = "\n".join(shown(console(), show.results(facts(recorder), recorder, 80)))
+    numbers = facts(recorder, broken=["a request never ended: s2.0"])
+    text = "\n".join(shown(console(), show.results(numbers, recorder, 80)))
     assert "aborted: s1.0: lost ␛[1mmd0" in text
-    assert "violated: s2.0: never ended" in text
+    assert "violated: a request never ended: s2.0" in text
 
 
 def test_a_run_that_never_began_has_numbers_too() -> None:

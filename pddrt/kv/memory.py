@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pddrt.kv.pages import PagePool, PoolCorrupt, runs_of
+from pddrt.kv.pages import Journal, PagePool, PoolCorrupt, runs_of
 from pddrt.kv.radix import CACHE, Lock, RadixCache, Tail
 from pddrt.types import Run
 
@@ -42,9 +42,17 @@ class Holding:
 
 class KVMemory:
     def __init__(
-        self, num_pages: int, page_tokens: int, fingerprint: str, *, caching: bool = True
+        self,
+        num_pages: int,
+        page_tokens: int,
+        fingerprint: str,
+        *,
+        caching: bool = True,
+        journal: Journal | None = None,
     ) -> None:
-        self.pool = PagePool(num_pages, page_tokens)
+        """`journal` is told where every page goes; see there."""
+        self.pool = PagePool(num_pages, page_tokens, journal)
+        self._journal = journal
         self.cache = RadixCache(self.pool, fingerprint)
         self.caching = caching
         self._holdings: dict[str, Holding] = {}
@@ -106,7 +114,12 @@ class KVMemory:
         self._holdings[request] = Holding(
             list(reserved.table), hit.tokens, own, reserved.lock, hit.tail
         )
+        self._book_table(request)
         return True
+
+    def _book_table(self, request: str) -> None:
+        if self._journal is not None:
+            self._journal("table", request, self._holdings[request].table)
 
     def tail(self, request: str) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
         """What must be copied, from where to where; None where the hit ends with a page."""
@@ -166,6 +179,7 @@ class KVMemory:
                 holding.table[at] = page
                 holding.own -= 1
                 self.pool.release_pages(request, [copy])
+        self._book_table(request)
 
     def whole(self, tokens: int) -> int:
         """The part of `tokens` positions that lies in full pages."""

@@ -19,9 +19,16 @@ all; no page twice.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 from pddrt.types import Run
+
+Change = Literal["taken", "kept", "freed", "over", "table"]
+Journal = Callable[[Change, str, Collection[int]], None]
+"""Told of (change, owner, pages) as it happens: free pages are the owner's (`taken`), the owner's
+are another's (`kept`: the cache's), are free (`freed`), or are free and the owner is no more
+(`over`). `table` is KVMemory's own: the pages that a request's positions lie in now."""
 
 
 class PoolCorrupt(AssertionError):
@@ -39,8 +46,8 @@ def runs_of(pages: Sequence[int], page_tokens: int, start: int, end: int) -> tup
     if start == end:
         return ()
     first, last = start // page_tokens, (end - 1) // page_tokens
-    ranges = _ranges(pages[first : last + 1])
-    runs = [Run(page * page_tokens, count * page_tokens) for page, count in ranges]
+    pieces = ranges(pages[first : last + 1])
+    runs = [Run(page * page_tokens, count * page_tokens) for page, count in pieces]
     skipped, unused = start - first * page_tokens, (last + 1) * page_tokens - end
     runs[0] = Run(runs[0].slot + skipped, runs[0].length - skipped)
     runs[-1] = Run(runs[-1].slot, runs[-1].length - unused)
@@ -48,9 +55,10 @@ def runs_of(pages: Sequence[int], page_tokens: int, start: int, end: int) -> tup
 
 
 class PagePool:
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, journal: Journal | None = None) -> None:
         assert num_pages >= 0
         assert page_tokens > 0
+        self._journal = journal
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.peak_used = 0
@@ -121,7 +129,12 @@ class PagePool:
         self._give(owner, taken)
         return tuple(taken)
 
+    def _book(self, change: Change, owner: str, pages: Collection[int]) -> None:
+        if self._journal is not None and (pages or change == "over"):
+            self._journal(change, owner, pages)
+
     def _give(self, owner: str, pages: list[int]) -> None:
+        self._book("taken", owner, pages)
         self._owned[owner].update(dict.fromkeys(pages))
         self._free -= len(pages)
         self.peak_used = max(self.peak_used, self.used)
@@ -174,12 +187,14 @@ class PagePool:
         """
         owned = self._settled(target) if target in self._owned else {}
         self._disown(source, pages)
+        self._book("kept", source, pages)
         self._owned[target] = owned
         owned.update(dict.fromkeys(pages))
 
     def release_pages(self, owner: str, pages: Sequence[int]) -> None:
         """Frees these pages of `owner`, who goes on. Raises PoolCorrupt as `move` does."""
         self._disown(owner, pages)
+        self._book("freed", owner, pages)
         self._free_all(pages)
 
     def _disown(self, owner: str, pages: Sequence[int]) -> None:
@@ -233,11 +248,12 @@ class PagePool:
 
     def _give_back(self, owner: str) -> int:
         pages = self._owned.pop(owner)
+        self._book("over", owner, pages)
         self._free_all(pages)
         return len(pages)
 
     def _free_all(self, pages: Collection[int]) -> None:
-        for first, count in _ranges(sorted(pages)):
+        for first, count in ranges(sorted(pages)):
             self._add_hole(first, count)
         self._free += len(pages)
 
@@ -273,15 +289,15 @@ class PagePool:
             raise PoolCorrupt("pins and owners disagree")
 
 
-def _ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
+def ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
     """Maximal consecutive ranges of `pages`, as (first, count), in the order given."""
-    ranges: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     first = count = 0
     for page in pages:
         if count and page == first + count:
             count += 1
             continue
         if count:
-            ranges.append((first, count))
+            found.append((first, count))
         first, count = page, 1
-    return [*ranges, (first, count)] if count else ranges
+    return [*found, (first, count)] if count else found

@@ -35,6 +35,7 @@ from pddrt.frames import Frame
 from pddrt.netem.flow import Direction, Load
 from pddrt.netem.link import Flow, Link
 from pddrt.netem.net import Accept, LinkSpec, LinkStats, Topology
+from pddrt.trace import LinkRate
 from pddrt.types import Ns
 
 RECV_BUFFER = 4 << 20
@@ -354,6 +355,7 @@ class EmulatedNet:
         for spec in topology.links:
             for src, dst in dict.fromkeys((spec.between, spec.between[::-1])):
                 self._directions[spec.name, src, dst] = self._make(spec, src, dst)
+            env.trace.emit(LinkRate(env.now(), spec.name, spec.between, spec.rate))
         self._ideal: dict[str, Direction] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -379,7 +381,10 @@ class EmulatedNet:
 
     def set_rate(self, link: str, rate: int | None) -> None:
         """A new rate (bytes/s) for both directions of `link`, from now on. Raises LookupError."""
-        for direction in self._of_link(link):
+        directions = self._of_link(link)
+        between = next(s.between for s in self.topology.links if s.name == link)
+        self.env.trace.emit(LinkRate(self.env.now(), link, between, rate))
+        for direction in directions:
             direction.set_rate(rate)
 
     def set_delay(self, link: str, delay: Ns, jitter: Ns = 0) -> None:

@@ -8,9 +8,8 @@ is.
   (and where no relay can be reached).
 - `Naive`: always P-MD, which is what cross-datacenter disaggregation without a relay does.
 
-Expected transfer time, of the KV that MD lacks: bytes * (1 + transfers under way) / rate + delay,
-the law of fair sharing on the path from P to MD. It is what the transfer alone would take, whatever
-part of it the prefill hides.
+Expected transfer time: what fair sharing of the path from P to MD leaves for the KV that MD lacks,
+and the delay. It is what the transfer alone would take, whatever part of it the prefill hides.
 """
 
 from __future__ import annotations
@@ -36,11 +35,13 @@ class InstanceFacts:
 
 @dataclass(frozen=True, slots=True)
 class PathFacts:
-    """A path that KV would take. `rate` in bytes/s, None: unlimited."""
+    """A path that KV would take. `rate` in bytes/s, None: unlimited; `under_way`: for each transfer
+    to a main decoder that shares it, the bytes that have probably not crossed yet.
+    """
 
     rate: int | None
     delay: Ns
-    transfers: int
+    under_way: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,16 @@ class Policy(Protocol):
 
 
 def transfer_time(kv_bytes: int, path: PathFacts) -> Ns | None:
-    """Expected time for `kv_bytes` over `path`; None where nothing moves (rate 0)."""
+    """Expected time for `kv_bytes` over `path`; None where nothing moves (rate 0).
+
+    Under fair sharing each transfer under way carries as much as this one does, until it has ended.
+    """
     if path.rate is None:
         return path.delay
     if path.rate == 0:
         return None
-    return kv_bytes * (1 + path.transfers) * SECOND // path.rate + path.delay
+    shared = kv_bytes + sum(min(kv_bytes, other) for other in path.under_way)
+    return shared * SECOND // path.rate + path.delay
 
 
 def cheapest(instances: Sequence[InstanceFacts]) -> InstanceFacts:

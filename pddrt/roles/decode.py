@@ -183,10 +183,10 @@ class Decoder(Instance):
             )
             self.keep(entry.request, manifest.prompt[: self.memory.whole(side.limits.prompt_len)])
             self.post(entry.prefill, "whole", request=entry.request, epoch=manifest.epoch)
+            self.post(manifest.gateway, "whole", request=entry.request)
             if entry.answered:
                 self._end(entry)
                 return
-            self.post(manifest.gateway, "whole", request=entry.request)
             if not relayed_main:
                 self._deliver(entry, side.limits.prompt_len, side.ids[0], "P")
         self._execute(entry, actions)

@@ -31,6 +31,10 @@ LEASE_GRACE: Ns = 5 * SECOND
 """By how much a role's lease outlasts the request's deadline at the gateway."""
 
 
+MAX_LATE = 1000
+"""How many answered requests are remembered whose KV is still crossing; a guess may be lost."""
+
+
 @dataclass(slots=True)
 class Capacity:
     """What an instance said of itself, and what it is thought to be doing and to have cached.
@@ -71,6 +75,9 @@ class Stream:
     deadline: Timer
     next: int
     tokens: int
+    kv_bytes: int
+    """What was thought to be lacking at MD."""
+    routed: Ns
     main_has_kv: bool = False
     last_maker: str = ""
     early: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -99,6 +106,8 @@ class Gateway(Node):
         self._expected: tuple[str, ...] = ()
         self._introduced = asyncio.Event()
         self._streams: dict[str, Stream] = {}
+        self._late: dict[str, tuple[str, list[int]]] = {}
+        """Answered before their main decoder had the KV: which that is, and what it will hold."""
 
     async def dial(self, peers: Sequence[str]) -> None:
         """Connects to the instances and waits until each has said what it is."""
@@ -203,7 +212,7 @@ class Gateway(Node):
             for m in mains:
                 link = self.topology.link_between(p.name, m.name)
                 paths[p.name, m.name] = PathFacts(
-                    link.rate if link else None, link.delay if link else 0, self._transfers(link)
+                    link.rate if link else None, link.delay if link else 0, self._under_way(link)
                 )
         return Facts(
             prompt_tokens=limits.prompt_len,
@@ -214,12 +223,27 @@ class Gateway(Node):
             paths=paths,
         )
 
-    def _transfers(self, link: LinkSpec | None) -> int:
-        """Transfers to main decoders that are under way on `link`."""
-        return sum(
-            not s.main_has_kv and self.topology.link_between(s.route.prefill, s.route.main) is link
+    def _under_way(self, link: LinkSpec | None) -> tuple[int, ...]:
+        """What transfers to main decoders still have to carry over `link`, as far as can be known
+        here: what was missing when they were routed, less their fair share of the time since.
+        """
+        if link is None or not link.rate:
+            return ()
+        streams = [
+            s
             for s in self._streams.values()
-        )
+            if not s.main_has_kv
+            and self.topology.link_between(s.route.prefill, s.route.main) is link
+        ]
+        left = []
+        for s in streams:
+            share = link.rate * (self.env.now() - s.routed) // (SECOND * len(streams))
+            left.append(max(0, s.kv_bytes - share))
+        return tuple(left)
+
+    def _lacking(self, name: str, ids: Sequence[int]) -> int:
+        """Tokens of `ids` that are probably not cached at that instance."""
+        return len(ids) - self.instances[name].memory.peek(ids)
 
     def _open(
         self,
@@ -242,6 +266,8 @@ class Gateway(Node):
             deadline,
             next=limits.prompt_len,
             tokens=limits.prompt_len + limits.max_tokens,
+            kv_bytes=self._lacking(route.main, ids) * self.instances[route.prefill].bytes_per_token,
+            routed=now,
         )
         self._streams[request] = stream
         self._count(stream, 1)
@@ -289,11 +315,17 @@ class Gateway(Node):
         """A decoder holds the whole KV of this request. If that is over, our `close` may have come
         there before P's offer did, and P may have nothing left to withdraw: say it again.
         """
-        stream = self._streams.get(frame["request"])
+        request = frame["request"]
+        stream = self._streams.get(request)
         if stream is None:
-            self.post(conn.peer, "close", request=frame["request"], answered=True)
-        elif conn.peer == stream.route.main:
-            stream.main_has_kv = True
+            main, ids = self._late.get(request, ("", []))
+            if conn.peer == main:
+                self.instances[main].remember(ids)
+                del self._late[request]
+            self.post(conn.peer, "close", request=request, answered=True)
+        elif conn.peer in self._members(stream):
+            self.instances[conn.peer].remember(stream.ids[: stream.limits.prompt_len])
+            stream.main_has_kv |= conn.peer == stream.route.main
 
     def on_tokens(self, conn: Connection, frame: Frame) -> None:
         """Ids from whoever made or delivers them, by absolute position."""
@@ -315,8 +347,7 @@ class Gateway(Node):
             if first:
                 now = self.env.now()
                 self.env.trace.emit(Released(now, stream.request, now))
-                for name in self._members(stream):
-                    self.instances[name].remember(stream.ids)
+                self.instances[stream.route.prefill].remember(stream.ids)
             stream.next += 1
             stream.ids.append(token)
             stream.last_maker = source
@@ -381,8 +412,13 @@ class Gateway(Node):
                 request=stream.request,
                 prompt_tokens=stream.limits.prompt_len,
             )
-        for name in (stream.route.prefill, stream.route.main):
-            self.instances[name].remember(ids)
+        self.instances[stream.route.prefill].remember(ids)
+        if stream.main_has_kv:
+            self.instances[stream.route.main].remember(ids)
+        else:
+            self._late[stream.request] = stream.route.main, ids
+            while len(self._late) > MAX_LATE:
+                del self._late[next(iter(self._late))]
 
     def _tell_end(self, client: str, request: str, reason: str, detail: str) -> None:
         self.post(client, "end", request=request, reason=reason, detail=detail)

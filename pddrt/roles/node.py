@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
@@ -32,10 +32,26 @@ from pddrt.env import Env
 from pddrt.errors import BadFrame, ConnectionLost, PeerError
 from pddrt.frames import Frame, unpack_ids
 from pddrt.kv.memory import KVMemory
+from pddrt.kv.pages import Change, ranges
+from pddrt.kv.radix import CACHE
 from pddrt.netem.net import Connection, Net
 from pddrt.protocol import MESSAGES, check_fields
 from pddrt.sched import Admission, Batch, Outcome, Scheduler, SequenceState
-from pddrt.trace import Admitted, Freed, Kept, Learnt, PoolChecked, Preempted, Step
+from pddrt.trace import (
+    Admitted,
+    Freed,
+    Kept,
+    Learnt,
+    PagesEvicted,
+    PagesFreed,
+    PagesKept,
+    PagesTaken,
+    PageTable,
+    PoolChecked,
+    Preempted,
+    Step,
+    StepBegan,
+)
 from pddrt.types import LETTER, Ns, Role
 
 Handler = Callable[[Connection, Frame], None]
@@ -223,7 +239,11 @@ class Instance(Node):
         self.engine = engine
         self.letter = LETTER[spec.role]
         self.memory = KVMemory(
-            spec.num_pages, spec.page_tokens, engine.layout.fingerprint, caching=spec.caching
+            spec.num_pages,
+            spec.page_tokens,
+            engine.layout.fingerprint,
+            caching=spec.caching,
+            journal=self._book,
         )
         self.sched = Scheduler(
             spec.chunk_tokens,
@@ -386,17 +406,38 @@ class Instance(Node):
             self._admit()
             self.wake()  # some sequence may have lacked room
 
+    def _book(self, change: Change, owner: str, pages: Collection[int]) -> None:
+        """The memory's journal goes into the trace, page by page."""
+        now, name, which = self.env.now(), self.name, tuple(ranges(pages))
+        match change:
+            case "taken":
+                self.env.trace.emit(PagesTaken(now, name, owner, which))
+            case "table":
+                hit = self.memory.holding(owner).hit
+                self.env.trace.emit(PageTable(now, name, owner, which, hit))
+            case "kept":
+                self.env.trace.emit(PagesKept(now, name, owner, which))
+            case _ if owner == CACHE:
+                self.env.trace.emit(PagesEvicted(now, name, which))
+            case _:
+                self.env.trace.emit(PagesFreed(now, name, owner, which, change == "over"))
+
     def check_memory(self) -> None:
         """After the run: records where every page is. Raises PoolCorrupt or CacheCorrupt if the
         books are wrong.
         """
         memory = self.memory
-        memory.check()
         self.env.trace.emit(
             PoolChecked(
-                self.env.now(), self.name, memory.num_pages, memory.pool.free, memory.cached
+                self.env.now(),
+                self.name,
+                memory.num_pages,
+                memory.pool.free,
+                memory.cached,
+                memory.cached - memory.cache.evictable,
             )
         )
+        memory.check()
 
     @property
     def empty(self) -> bool:
@@ -476,6 +517,8 @@ class Instance(Node):
         start = self.env.now()
         for span in batch.spans:
             self.memory.pin(span.request)
+        spans = tuple((s.request, s.start, s.end) for s in batch.spans)
+        self.env.trace.emit(StepBegan(start, self.name, spans))
         self.step_began(batch)
         next_ids = await self.engine.step(batch.spans)
         now = self.env.now()

@@ -157,11 +157,12 @@ class Prefill(Instance):
         now, start = self.env.now(), entry.limits.prompt_len
         self.sched.drop(entry.request)
         entry.first = token
-        self.keep(entry.request, entry.ids)
         self.env.trace.emit(PrefillEnded(now, entry.request, self.name))
         self.env.trace.emit(
             TokensMade(now, entry.request, self.name, self.letter, start, start + 1, (token,))
         )
+        self.keep(entry.request, entry.ids)
+        self.keep(entry.request, entry.ids)
         if self.early_first_token or finish(entry.limits, start, token):
             self.post(
                 entry.gateway,
@@ -319,11 +320,11 @@ class Prefill(Instance):
             payload = self.engine.read_kv(self.memory.runs(entry.request, start, end))
             transfer.sent = end
             about = {"request": entry.request, "epoch": transfer.epoch, "start": start, "end": end}
-            await conn.send(Frame("kv", about, payload))
             sent = KVSent(
                 self.env.now(), entry.request, self.name, transfer.dst, start, end, len(payload)
             )
             self.env.trace.emit(sent)
+            await conn.send(Frame("kv", about, payload))
             return True
         if entry.first is None or transfer.sent < prompt_len:
             return False
