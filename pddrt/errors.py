@@ -8,7 +8,6 @@
     |- PeerError       the other side broke the protocol or went away; scoped to what it served
        |- ConnectionLost   the stream ended or was aborted
        |- BadFrame         bytes that are no frame
-       |- Refused          the peer declined by name (layout, memory)
 
 Our own mistakes are `assert`; these are the world's.
 """
@@ -66,7 +65,3 @@ class ConnectionLost(PeerError):
 
 class BadFrame(PeerError):
     """The bytes received are not a frame: magic, length, checksum or header is wrong."""
-
-
-class Refused(PeerError):
-    """The peer declined, and said why."""

@@ -48,6 +48,7 @@ from pddrt.simloop import Deadlock, SimLoop
 from pddrt.trace import Event, RunStarted, Seconds, Trace, dumps
 from pddrt.types import MS, SECOND, Ns
 from pddrt.workload import Session, Turn, plan, plan_one
+from pddrt.workload_fields import Trace as TraceWorkload
 
 INTERRUPT_TIME: Ns = 5 * SECOND
 """How long a gentle end may take after the first SIGINT."""
@@ -143,7 +144,11 @@ class Run:
         workload = self.scenario.workload
         if self._prompt is not None:
             return plan_one(self._prompt, workload.output_tokens)
-        tokenizer = self.tokenizer
+        tokenizer, seed = self.tokenizer, self.scenario.seed
+        if isinstance(workload, TraceWorkload):
+            special = frozenset(tokenizer.special_ids)
+            vocabulary = [i for i in range(tokenizer.vocab_size) if i not in special]
+            return plan(workload, seed, vocabulary=vocabulary)
 
         def count(text: str) -> int:
             return len(tokenizer.encode_within(text))
@@ -151,19 +156,9 @@ class Run:
         def follow_up(text: str) -> list[int]:
             return tokenizer.follow_up(text, after_eos=False)
 
-        special = frozenset(tokenizer.special_ids)
-        return plan(
-            workload,
-            self.scenario.seed,
-            count,
-            framing=Framing.of(
-                tokenizer.chat,
-                follow_up,
-                count,
-                system=getattr(workload, "system", None) is not None,
-            ),
-            vocabulary=[i for i in range(tokenizer.vocab_size) if i not in special],
-        )
+        system = workload.system is not None
+        framing = Framing.of(tokenizer.chat, follow_up, count, system)
+        return plan(workload, seed, count, framing=framing)
 
     def _model(self, instance: ResolvedInstance) -> LoadedModel | Outline:
         return self._models[instance.dtype, instance.device]

@@ -25,10 +25,11 @@ from pddrt.simloop import SimLoop
 from pddrt.trace import Trace
 from pddrt.types import MS, KVLayout, Ns, Run, Sampling, Span
 
+from .spans import GREEDY, span
+
 VOCAB = 131
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 KINDS = ("rows", "block-diagonal", "padded")
-GREEDY = Sampling()
 CLOSE = {"rtol": 0, "atol": 1e-11}
 
 
@@ -78,22 +79,6 @@ def make_engine(model: Any, env: Env | None = None, **options: Any) -> Recording
     layout = KVLayout("tiny", 2, 2, 8, str(model.dtype).removeprefix("torch."))
     env = env or WallEnv(0, Trace())
     return Recording(model, layout, 400, env, max_context=128, **options)
-
-
-def span(
-    ids: Sequence[int],
-    start: int,
-    end: int,
-    runs: Sequence[Run],
-    sampling: Sampling | None = GREEDY,
-) -> Span:
-    """The step that computes ids[start:end]; `runs` may reach further."""
-    kept, left = [], end
-    for run in runs:
-        if left > 0:
-            kept.append(Run(run.slot, min(run.length, left)))
-        left -= run.length
-    return Span("r", tuple(ids[start:end]), start, tuple(kept), sampling)
 
 
 # -- the model, whatever the batch -----------------------------------------------------------------

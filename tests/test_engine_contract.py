@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +23,10 @@ from pddrt.simloop import SimLoop
 from pddrt.trace import Trace
 from pddrt.types import MS, Ns, Run, Sampling, Span
 
+from .spans import GREEDY, head, span
+
 SLOTS = 600
 STEP: Ns = 3 * MS
-GREEDY = Sampling()
 SAMPLINGS = [GREEDY, Sampling(temperature=0.9, seed=5), Sampling(0.9, top_k=20, top_p=0.9, seed=6)]
 Make = Callable[[Env], Engine]
 
@@ -72,27 +73,6 @@ def virtually(main: Callable[[Env], Coroutine[Any, Any, Any]]) -> Any:
 def text(length: int, seed: int) -> tuple[int, ...]:
     rng = random.Random(seed)
     return tuple(rng.randrange(32, 127) for _ in range(length))
-
-
-def head(runs: Iterable[Run], tokens: int) -> tuple[Run, ...]:
-    """The slots of the first `tokens` positions."""
-    kept, left = [], tokens
-    for run in runs:
-        if left > 0:
-            kept.append(Run(run.slot, min(run.length, left)))
-        left -= run.length
-    return tuple(kept)
-
-
-def span(
-    ids: Sequence[int],
-    start: int,
-    end: int,
-    runs: Sequence[Run],
-    sampling: Sampling | None = GREEDY,
-) -> Span:
-    """The step that computes ids[start:end]; `runs` may reach further."""
-    return Span("r", tuple(ids[start:end]), start, head(runs, end), sampling)
 
 
 async def answer(

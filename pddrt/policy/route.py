@@ -53,6 +53,10 @@ class Facts:
     mains: Sequence[InstanceFacts]
     paths: dict[tuple[str, str], PathFacts]
 
+    def lacking(self, main: InstanceFacts) -> int:
+        """Bytes of the prompt's KV that are probably not cached at `main`."""
+        return (self.prompt_tokens - main.hit) * self.bytes_per_token
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -93,8 +97,7 @@ def cheapest(instances: Sequence[InstanceFacts]) -> InstanceFacts:
 
 def expected_transfer(facts: Facts, prefill: InstanceFacts, main: InstanceFacts) -> Ns | None:
     """Time for the KV that `main` lacks, and for nothing that it has."""
-    missing = (facts.prompt_tokens - main.hit) * facts.bytes_per_token
-    return transfer_time(missing, facts.paths[prefill.name, main.name])
+    return transfer_time(facts.lacking(main), facts.paths[prefill.name, main.name])
 
 
 NO_RELAY = "no relay can be reached"

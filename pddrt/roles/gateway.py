@@ -154,8 +154,11 @@ class Gateway(Node):
         if refusal := self._refusal(limits):
             self._tell_end(conn.peer, request, "rejected", refusal)
             return
-        route = self.policy.route(self._facts(limits, ids))
-        self._open(conn.peer, request, route, limits, ids, Sampling(*frame["sampling"]))
+        facts = self._facts(limits, ids)
+        route = self.policy.route(facts)
+        kv_bytes = next(facts.lacking(main) for main in facts.mains if main.name == route.main)
+        sampling = Sampling(*frame["sampling"])
+        self._open(conn.peer, request, route, limits, ids, sampling, kv_bytes)
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind == "submit":
@@ -207,13 +210,19 @@ class Gateway(Node):
 
     def _facts(self, limits: Limits, ids: Sequence[int]) -> Facts:
         prefills, mains = self._reachable("prefill", ids), self._reachable("main", ids)
-        paths = {}
+        paths: dict[tuple[str, str], PathFacts] = {}
+        by_link: dict[str, PathFacts] = {}
         for p in prefills:
             for m in mains:
                 link = self.topology.link_between(p.name, m.name)
-                paths[p.name, m.name] = PathFacts(
-                    link.rate if link else None, link.delay if link else 0, self._under_way(link)
-                )
+                name = link.name if link else ""
+                if name not in by_link:
+                    by_link[name] = PathFacts(
+                        link.rate if link else None,
+                        link.delay if link else 0,
+                        self._under_way(link),
+                    )
+                paths[p.name, m.name] = by_link[name]
         return Facts(
             prompt_tokens=limits.prompt_len,
             bytes_per_token=self.instances[prefills[0].name].bytes_per_token,
@@ -241,10 +250,6 @@ class Gateway(Node):
             left.append(max(0, s.kv_bytes - share))
         return tuple(left)
 
-    def _lacking(self, name: str, ids: Sequence[int]) -> int:
-        """Tokens of `ids` that are probably not cached at that instance."""
-        return len(ids) - self.instances[name].memory.peek(ids)
-
     def _open(
         self,
         client: str,
@@ -253,6 +258,7 @@ class Gateway(Node):
         limits: Limits,
         ids: list[int],
         sampling: Sampling,
+        kv_bytes: int,
     ) -> None:
         now = self.env.now()
         deadline = self.env.call_at(now + self.deadline, self.fail, request, "deadline exceeded")
@@ -266,7 +272,7 @@ class Gateway(Node):
             deadline,
             next=limits.prompt_len,
             tokens=limits.prompt_len + limits.max_tokens,
-            kv_bytes=self._lacking(route.main, ids) * self.instances[route.prefill].bytes_per_token,
+            kv_bytes=kv_bytes,
             routed=now,
         )
         self._streams[request] = stream

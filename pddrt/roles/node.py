@@ -52,7 +52,7 @@ from pddrt.trace import (
     Step,
     StepBegan,
 )
-from pddrt.types import LETTER, Ns, Role
+from pddrt.types import LETTER, Role
 
 Handler = Callable[[Connection, Frame], None]
 
@@ -256,8 +256,6 @@ class Instance(Node):
         self._preempted: dict[str, SequenceState] = {}
         self._lessons: dict[str, str] = {}
         """Answers being learnt: the owner of their pages, and the request they are of."""
-        self.steps = 0
-        self.busy: Ns = 0
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
@@ -522,8 +520,6 @@ class Instance(Node):
         self.step_began(batch)
         next_ids = await self.engine.step(batch.spans)
         now = self.env.now()
-        self.steps += 1
-        self.busy += now - start
         self.env.trace.emit(
             Step(
                 now,
