@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
-from pddrt import __version__
+from pddrt import __version__, bench_cli, netem_cli
 from pddrt.errors import BadInput, CannotRun, Interrupted, PddrtError
 
 if TYPE_CHECKING:
@@ -155,6 +155,100 @@ def _run(
             _print(console, show.results(result.summary, the_run.recorder, console.width))
             _print(console, [f"saved in {show.clean(str(result.folder))}"])
         result.raise_for_status()
+
+
+@app.command(short_help="One scenario under several policies or settings, side by side.")
+def compare(
+    scenario: Annotated[
+        str,
+        typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False),
+    ],
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...", help="Pipeline policies, e.g. pdd,naive.", show_default=False
+        ),
+    ] = None,
+    vary: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads this at run time
+        typer.Option(
+            metavar="PATH=V1,V2,...",
+            help="Values of any other field. Repeatable: each with each.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The column that others are held against; default: the first.",
+            show_default=False,
+        ),
+    ] = None,
+    set_: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads this at run time
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="Override a field in all of them. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False),
+    ] = None,
+    clock: Annotated[
+        str | None,
+        typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(metavar="N", help="Rounds under the wall clock, to see its noise.")
+    ] = 1,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Judge every token by a plain pass of the model.")
+    ] = False,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder; default runs/compare-NAME-TIME.", show_default=False
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print compare.json to stdout, and nothing else.")
+    ] = False,
+) -> None:
+    """The same requests under each policy, or each value of other fields: what differs, by how
+    much, and which requests win or lose. Answers in the prompts are scripted, so that all have the
+    same prompts. Saves a folder with a run folder for each column and compare.json.
+    """
+    from pddrt import compare_show, live
+    from pddrt.compare import Comparison, columns
+    from pddrt.trace import dumps
+
+    with _outlet() as outlet:
+        console = _console(outlet)
+        overrides, varied = list(set_ or []), list(vary or [])
+        with _signals_end_it(), live.Bars(_console(sys.stderr)) as bars:
+            comparison = Comparison(
+                columns(
+                    scenario, overrides, policies=policies, vary=varied, seed=seed, clock=clock
+                ),
+                out=None if out is None else Path(out),
+                baseline=baseline,
+                repeat=repeat,
+                verify=verify,
+            )
+            comparison.prepare(bars)
+            compared = comparison.execute(bars)
+        if json:
+            outlet.write(dumps(compared.table) + "\n")
+        else:
+            width = console.width if console.is_terminal else None
+            console.width = width or 10_000
+            _print(console, compare_show.results(compared.table, width))
+            _print(console, [f"saved in {compared.folder}"])
+        compared.raise_for_status()
 
 
 @app.command(short_help="Measure step times here, for the virtual clock.")
@@ -393,6 +487,11 @@ def _say(message: str) -> None:
             for line in message.split("\n"):
                 safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
                 print(f"pddrt: {''.join(safe)}", file=sys.stderr, flush=True)
+
+
+for _name, _app in (("bench", bench_cli.app), ("netem", netem_cli.app)):
+    _terminal = bench_cli.Terminal(_outlet, _console, _signals_end_it)
+    app.add_typer(_app, name=_name, context_settings={"obj": _terminal})
 
 
 def main() -> None:

@@ -84,8 +84,11 @@ class Document:
         path = ".".join(key if re.fullmatch(r"[\w-]{1,64}", key) else shown(key) for key in keys)
         return f"{where}: {path + ': ' if path else ''}{problem.text}"
 
-    def override(self, spec: str) -> None:
-        """Lays `a.b=value` (value in YAML) over the data. Raises BadInput where it does not fit."""
+    def override(self, spec: str, flag: str = "--set") -> None:
+        """Lays `a.b=value` (value in YAML) over the data, said to come from the option `flag`.
+
+        Raises BadInput where it does not fit.
+        """
         path, equals, text = spec.partition("=")
         path = path.strip()
         keys: Keys = tuple(
@@ -93,9 +96,9 @@ class Document:
         )
         if not equals or not all(re.fullmatch(r"[\w-]+", str(k)) for k in keys):
             raise BadInput(
-                f"--set {shown(spec)}: write it as a.b=value, as in --set links.wan.delay='30 ms'"
+                f"{flag} {shown(spec)}: write it as a.b=value, as in {flag} links.wan.delay='30 ms'"
             )
-        option = f"--set {path}"
+        option = f"{flag} {path}"
         value, _, problems = _parse(text, option, numbered=False)
         self.problems += (Problem(keys, problem.text, option) for problem in problems)
         self.put(keys, value, option)

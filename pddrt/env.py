@@ -15,10 +15,12 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, Protocol, cast
 
 from pddrt.simloop import SimLoop
-from pddrt.trace import Trace
+from pddrt.trace import Event, Trace
 from pddrt.types import MS, SECOND, Ns
 
 
@@ -157,6 +159,62 @@ class VirtualEnv(Env):
 
     def call_at(self, when: Ns, callback: Callable[..., Any], *args: Any) -> Timer:
         return self._loop.call_at_ns(when, callback, *args)
+
+
+class LocalEnv(Env):
+    """Another's env, as one role sees it: with a clock that runs apart from the true one, or with
+    events that nobody hears.
+
+    Local time is the true one, and `drift_ppm` millionths of it, and `offset`. Events that are told
+    keep the true time: whoever reads them stands outside.
+    """
+
+    def __init__(
+        self, env: Env, *, offset: Ns = 0, drift_ppm: int = 0, silent: bool = False
+    ) -> None:
+        assert drift_ppm > -1_000_000, "time would stand still, or run backwards"
+        self.virtual = env.virtual
+        self.seed = env.seed
+        self.failure = env.failure
+        self.trace = Trace() if silent else _TrueTimes(self)
+        self.true = env
+        self._offset = offset
+        self._rate = 1_000_000 + drift_ppm
+
+    def now(self) -> Ns:
+        return self.local(self.true.now())
+
+    def call_at(self, when: Ns, callback: Callable[..., Any], *args: Any) -> Timer:
+        return self.true.call_at(self.true_time(when), callback, *args)
+
+    def local(self, true: Ns) -> Ns:
+        return true * self._rate // 1_000_000 + self._offset
+
+    def true_time(self, local: Ns) -> Ns:
+        """The first moment at which it is `local` time here."""
+        return -(-(local - self._offset) * 1_000_000 // self._rate)
+
+
+STAMPS = frozenset({"start_ns", "notice_ns"})
+"""Fields of events, beside `t`, that are times by the clock of the role that it speaks of."""
+
+
+class _TrueTimes(Trace):
+    """The run's trace, for a role whose clock is wrong."""
+
+    def __init__(self, env: LocalEnv) -> None:
+        super().__init__()
+        self._env = env
+
+    def emit(self, event: Event) -> None:
+        env, kind = self._env, cast(Any, type(event))
+        stamps: Any = {name: env.true_time(getattr(event, name)) for name in _stamps(kind)}
+        env.true.trace.emit(replace(event, t=env.true.now(), **stamps))
+
+
+@cache
+def _stamps(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.name in STAMPS)
 
 
 def wall_stamp() -> str:

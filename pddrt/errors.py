@@ -4,6 +4,7 @@
     |- BadInput        the user's scenario, option or file is wrong           exit 2
     |- CannotRun       the machine cannot do it (model, device, memory, port) exit 3
     |- RunFailed       the run ended, but not as it must                      exit 1
+    |- EngineFailed    a step did not return what it should; scoped to what was in it
     |- Interrupted     Ctrl-C; what was measured is saved                     exit 130
     |- PeerError       the other side broke the protocol or went away; scoped to what it served
        |- ConnectionLost   the stream ended or was aborted
@@ -45,6 +46,10 @@ class CannotRun(PddrtError):
 
 class RunFailed(PddrtError):
     """A request was lost, or a check that must hold did not."""
+
+
+class EngineFailed(PddrtError):
+    """A step of an engine failed: its KV and its ids are not to be used. The engine goes on."""
 
 
 class Interrupted(PddrtError):

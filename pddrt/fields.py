@@ -2,21 +2,25 @@
 
 These models are the contract's YAML and nothing else. To add a field, add it here. What the
 contract names and this version lacks is refused as such: values stand in `Later(...)` of their
-field (to make one available, move it into the `Literal`), whole fields in `LATER_FIELDS`.
+field (to make one available, move it into the `Literal`).
 
 A field that is None is filled by `Scenario.resolved`, from the scenario's own or the machine.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import contextlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from pddrt import sections
 from pddrt.chips import CHIPS, Chip
-from pddrt.sections import NOT_YET, Allowed, Later, Section
-from pddrt.types import MS, Ns, Role
+from pddrt.messages import MAX_LOGPROBS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
+from pddrt.policy.route import HitRate
+from pddrt.sections import Allowed, Later, Section
+from pddrt.types import MS, SECOND, Ns, Role
 from pddrt.units import (
     DURATIONS,
     Duration,
@@ -31,9 +35,6 @@ from pddrt.units import (
 
 MAX_INSTANCES = 1000
 
-LATER_FIELDS = (
-    "anomaly", "handoff.threshold", "handoff.max_ids_per_round", "handoff.max_rounds",
-)  # fmt: skip
 CUSTOM = r"[\w.]+:\w+"
 """A policy of the user's, package.module:Class."""
 
@@ -106,14 +107,25 @@ StepTime = Annotated[
 ]
 
 
+Count = Annotated[int, Field(ge=0, le=MAX_INSTANCES), Allowed("a whole number from 0 to 1,000")]
+
+
+class Scale(Section):
+    """From `at` on, counted from the workload's beginning, there are `count` of a group."""
+
+    at: Duration
+    instances: Name
+    count: Count
+
+
 class Instance(Section):
-    """One entry of `instances`; what is None is filled by `Scenario.resolved`."""
+    """One entry of `instances`; what is None is filled by `Scenario.resolved`. `count` may be 0
+    where `scale` says that there will be more.
+    """
 
     role: Role
     site: Name
-    count: Annotated[
-        int, Field(ge=1, le=MAX_INSTANCES), Allowed("a whole number from 1 to 1,000")
-    ] = 1
+    count: Count = 1
     device: Annotated[
         str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$"), Allowed("cpu | cuda | cuda:N")
     ] = "cpu"
@@ -130,28 +142,145 @@ class Instance(Section):
     step_time: StepTime | None = None
 
 
-def _relay_above(value: object) -> Ns:
-    """A time; a hit rate is for later."""
-    is_share = isinstance(value, float) and 0 < value <= 1
-    if is_share or (isinstance(value, str) and value.rstrip().endswith("%")):
-        raise ValueError(f"found {shown(value)}: a hit rate is {NOT_YET}; available: {DURATIONS}")
-    return parse_duration(value)
+RELAY_ABOVE = f"{DURATIONS}; or a hit rate: 90 %, or a share such as 0.9"
+
+
+def _relay_above(value: object) -> Ns | HitRate:
+    """A time, or a hit rate as a percentage or share. Shares are kept to twelve digits, so that
+    they are the same however they are written.
+    """
+    share: float | None = None
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        try:
+            share = float(value.rstrip()[:-1]) / 100
+        except ValueError:
+            share = -1
+    elif isinstance(value, float):
+        share = value
+    if share is None:
+        return parse_duration(value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"found {shown(value)}; allowed: {RELAY_ABOVE}")
+    return HitRate(round(share, 12))
+
+
+def _format_relay_above(value: Ns | HitRate) -> str:
+    if isinstance(value, HitRate):
+        return f"{value.share * 100:.12g} %"
+    return format_duration(value)
+
+
+def _policy_tag(value: Any) -> str:
+    return "<class>" if isinstance(value, str) and ":" in value else "<name>"
+
+
+PolicyName = Literal[
+    "pdd", "naive", "local", "colocated", "prfaas", "relay-only", "recompute", "compress"
+]
+PolicyField = Annotated[
+    Annotated[
+        PolicyName,
+        Allowed(f"{' | '.join(get_args(PolicyName))} | package.module:Class"),
+        Tag("<name>"),
+    ]
+    | Annotated[
+        str,
+        Field(pattern=rf"^{CUSTOM}$"),
+        Allowed("package.module:Class, a policy of yours"),
+        Tag("<class>"),
+    ],
+    Discriminator(_policy_tag),
+]
 
 
 class Pipeline(Section):
-    policy: Annotated[
-        Literal["pdd", "naive"],
-        Later("local", "colocated", "prfaas", "relay-only", "recompute", "compress", CUSTOM),
-    ] = "pdd"
-    relay_above: Annotated[int, Quantity(_relay_above, format_duration, DURATIONS)] = 200 * MS
+    """`relay_above`: of pdd and relay-only. `offload_above`: of prfaas, in tokens. `wan_kv` None:
+    8-bit with policy compress, else as-is.
+    """
+
+    policy: PolicyField = "pdd"
+    relay_above: Annotated[Any, Quantity(_relay_above, _format_relay_above, RELAY_ABOVE)] = 200 * MS
+    offload_above: Annotated[
+        int, Field(ge=0, le=1 << 30), Allowed("a whole number of tokens, from 0")
+    ] = 1000
+    relay_full: Literal["p-md", "wait"] = "p-md"
     stream_kv: Literal["while-computing", "after-prefill"] = "while-computing"
+    wan_kv: Literal["as-is", "8-bit"] | None = None
     drc: Literal["on", "off"] = "on"
+
+    @property
+    def eight_bit_wan(self) -> bool:
+        return (self.wan_kv or ("8-bit" if self.policy == "compress" else "as-is")) == "8-bit"
+
+
+HandoffName = Literal["one-shot", "catch-up", "adaptive", "overlap"]
+HandoffField = Annotated[
+    Annotated[
+        HandoffName,
+        Allowed(f"{' | '.join(get_args(HandoffName))} | package.module:Class"),
+        Tag("<name>"),
+    ]
+    | Annotated[
+        str,
+        Field(pattern=rf"^{CUSTOM}$"),
+        Allowed("package.module:Class, a policy of yours"),
+        Tag("<class>"),
+    ],
+    Discriminator(_policy_tag),
+]
 
 
 class Handoff(Section):
-    mode: Annotated[Literal["one-shot"], Later("catch-up", "adaptive", "overlap", CUSTOM)] = (
-        "one-shot"
-    )
+    """See `policy.handoff`. `max_ids_per_round` also bounds what a main decoder that decodes along
+    with a relay extends over in one step.
+    """
+
+    mode: HandoffField = "adaptive"
+    threshold: Annotated[
+        int, Field(ge=0, le=65536), Allowed("a whole number of ids, from 0 to 65,536")
+    ] = 64
+    max_ids_per_round: Annotated[
+        int, Field(ge=1, le=65536), Allowed("a whole number of ids, from 1 to 65,536")
+    ] = 32
+    max_rounds: Annotated[int, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1,024")] = 8
+
+
+class Router(Section):
+    """`signal_age`: how old what is known of an instance's load may be. `max_transfers`: of one P,
+    over one path, at a time. `handshake`: how long a decoder may take to answer an offer at all.
+    """
+
+    signal_age: Duration = 50 * MS
+    max_transfers: Annotated[
+        int, Field(ge=1, le=65536), Allowed("a whole number from 1 to 65,536")
+    ] = 8
+    handshake: PositiveDuration = 10 * SECOND
+
+
+def _share(value: object) -> float:
+    """A share of all requests: `5 %`, or a number above 0, to 1."""
+    share: object = value
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        with contextlib.suppress(ValueError):
+            share = float(value.rstrip()[:-1]) / 100
+    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1:
+        return round(float(share), 12)
+    raise ValueError(f"found {shown(value)}; allowed: {SHARES}")
+
+
+SHARES = "a share such as 5 %, above 0 and up to 100 %"
+Share = Annotated[float, Quantity(_share, lambda share: f"{share * 100:.12g} %", SHARES)]
+
+
+class AnomalyFields(Section):
+    """`input_above` in tokens that the main decoder lacks, `output_below` in tokens of the answer.
+    `share` bounds how many of all requests may be spared. See `policy.anomaly`.
+    """
+
+    input_above: Annotated[int, Field(ge=0, le=1 << 30), Allowed("a whole number, from 0")]
+    output_below: Annotated[int, Field(ge=1, le=1 << 30), Allowed("a whole number, from 1")]
+    share: Share = 0.05
+    guess: Literal["max_tokens", "session"] = "max_tokens"
 
 
 class Gateway(Section):
@@ -161,23 +290,70 @@ class Gateway(Section):
     first_token: Literal["decoder", "early"] = "decoder"
 
 
+NOT_CARRIED = "is not carried over a handoff (docs/sampling.md)"
+_COUNTS = f"it needs counts of all ids so far, the sampler's memory, which {NOT_CARRIED}"
+_GRAMMAR = f"it needs the state of a grammar, which {NOT_CARRIED}"
+_SEVERAL = "an answer is one stream with one id a position; send the request several times"
+
+
+_A_STOP = f"a text of 1 to {MAX_STOP_LENGTH:,} characters"
+
+
+def _strings(value: Any) -> Any:
+    """One stop string may stand for a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
 class SamplingFields(Section):
+    """What all requests ask of their answers: see `types.Sampling`. Each draws a seed from the
+    scenario's.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "presence_penalty": _COUNTS, "frequency_penalty": _COUNTS, "repetition_penalty": _COUNTS,
+        "grammar": _GRAMMAR, "guided_decoding": _GRAMMAR, "structured_outputs": _GRAMMAR,
+        "response_format": _GRAMMAR, "regex": _GRAMMAR, "json_schema": _GRAMMAR,
+        "n": _SEVERAL, "best_of": _SEVERAL, "use_beam_search": _SEVERAL,
+        "logits_processors": f"code of yours may keep a memory, which {NOT_CARRIED}",
+        "max_tokens": "the workload says how long answers are: workload.output_tokens",
+        "seed": "each request draws its own from the scenario's: set `seed` there",
+    }  # fmt: skip
+
     temperature: Annotated[
         float, Field(ge=0, le=100), Allowed("a number from 0 (greedy) to 100")
     ] = 0.0
     top_k: Annotated[int, Field(ge=0, le=10_000_000), Allowed("a whole number, 0 for all")] = 0
     top_p: Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, to 1")] = 1.0
+    min_tokens: Annotated[
+        int, Field(ge=0, le=1 << 20), Allowed("a whole number from 0 to 1,048,576")
+    ] = 0
+    ignore_eos: Annotated[bool, Allowed("true | false")] = False
+    stop_ids: Annotated[
+        tuple[
+            Annotated[int, Field(ge=0, lt=1 << 32), Allowed("a token id, a whole number from 0")],
+            ...,
+        ],
+        Field(max_length=MAX_STOP_IDS, strict=False),
+        Allowed(f"a list of up to {MAX_STOP_IDS} token ids"),
+    ] = ()
+    stop: Annotated[
+        tuple[
+            Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Allowed(_A_STOP)], ...
+        ],
+        BeforeValidator(_strings),
+        Field(max_length=MAX_STOPS, strict=False),
+        Allowed(f"{_A_STOP}, or a list of up to {MAX_STOPS}"),
+    ] = ()
+    logprobs: (
+        Annotated[
+            int,
+            Field(ge=0, le=MAX_LOGPROBS),
+            Allowed(f"a whole number from 0 (the id's own) to {MAX_LOGPROBS}"),
+        ]
+        | None
+    ) = None
 
 
 class Slo(Section):
     ttft: PositiveDuration | None = None
     tpot: PositiveDuration | None = None
-
-
-def _no_faults(value: Any) -> Any:
-    if isinstance(value, list) and value:
-        raise ValueError(f"found {len(value)}: faults are {NOT_YET}; available: []")
-    return tuple(value) if isinstance(value, list) else value
-
-
-Faults = Annotated[tuple[Any, ...], BeforeValidator(_no_faults), Allowed("an empty list")]

@@ -7,8 +7,8 @@ All integers little endian. The header is a msgpack map, `{"kind": ..., **fields
 raw bytes (KV in wire order, or packed token ids). The checksum is xxh3-64 over header and payload:
 a damaged frame is an error, never data.
 
-Every frame is counted on its link under one of three accounts: `kv` (KV payloads), `ids` (token ids
-handed from relay to main) and `control` (everything else).
+Every frame is counted on its link under one of three accounts: `kv` (KV payloads), `ids` (the
+relay's token ids on their way to the main decoder) and `control` (everything else).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = 1
 MAX_HEADER = 1 << 24
 MAX_PAYLOAD = 1 << 32
 
-_ACCOUNTS = {"kv": "kv", "ids": "ids"}
+_ACCOUNTS = {"kv": "kv", "ids": "ids", "follow": "ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,12 @@ class Frame:
         digest.update(self.payload)
         size = memoryview(self.payload).nbytes
         return PREFIX.pack(MAGIC, VERSION, 0, len(header), size, digest.intdigest()) + header
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire."""
+        header = msgpack.packb({"kind": self.kind, **self.fields})
+        return PREFIX.size + len(header) + memoryview(self.payload).nbytes
 
     def __getitem__(self, name: str) -> Any:
         """A field of the header. Raises BadFrame where the sender left it out."""

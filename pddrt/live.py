@@ -57,6 +57,7 @@ class Flight:
     at_main: int = 0
     first_made: bool = False
     handed_over: bool = False
+    followed: bool = False
     got: int = 0
     source: str = ""
     text: list[ev.TokensReceived] = field(default_factory=list)
@@ -72,7 +73,11 @@ class Flight:
                 self.at_main += event.end - event.start
             case ev.PrefillEnded():
                 self.first_made = True
+            case ev.HandoffSent() if event.follows:
+                self.followed = True
             case ev.HandoffSent() if event.last:
+                self.handed_over = True
+            case ev.HandoffEnded():
                 self.handed_over = True
             case ev.TokensReceived():
                 self.got, self.source = event.end, event.source
@@ -99,6 +104,8 @@ class Flight:
         count = f"{self.got}/{r.max_tokens}"
         if self.handed_over and self.source == "R":
             return f"R hands over to M {count}", "M"
+        if self.followed and not self.handed_over and self.source == "R":
+            return f"R answers, M follows {count}", "R"
         return f"{self.source} answers {count}", self.source
 
     def kv(self, width: int) -> Text:

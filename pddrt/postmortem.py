@@ -152,12 +152,7 @@ def _facts(console: Console, r: Json) -> None:
         legs = ", ".join(f"{k.replace('_', ' ')} {_time(v)}" for k, v in r["ttft_legs"].items())
         lines.append(f"TTFT = {legs}")
     if h := r["handoff"]:
-        lines.append(
-            f"handoff {h['mode']}: {h['ids']} ids in {h['rounds']} round(s), extend over "
-            f"{h['extend_tokens']}; gap {_time(h['gap_s'])} (largest near it "
-            f"{_time(h['gap_near_s'])}); relay busy {_time(h['relay_busy_s'])}, "
-            f"{h['wasted_tokens']} tokens wasted"
-        )
+        lines += _handoff(h)
     lines.append(
         f"KV over the WAN {size(r['wan_bytes']['kv'])}, ids {size(r['wan_bytes']['ids'])}, "
         f"skipped {size(r['kv_bytes_skipped'])}"
@@ -176,13 +171,43 @@ def _facts(console: Console, r: Json) -> None:
     console.print()
 
 
+def _handoff(h: Json) -> Iterator[str]:
+    mode = h["mode"] + (f" (by policy {h['policy']})" if h["policy"] != h["mode"] else "")
+    why = f"; the relay stopped: {h['ended']}" if h["ended"] else "; the answer ended before"
+    yield f"handoff {mode}: {h['ids']} ids in {h['rounds']} round(s){why}"
+    if h["mode"] == "catch-up":
+        expected = h["lacking_expected"]
+        lacking = ", ".join(map(str, h["lacking"]))
+        limit = "nobody knew how far it would get" if expected is None else f"expected {expected}"
+        yield f"main lacked {lacking} ids ({limit})"
+    others = h["others_itl_max_s"]
+    yield (
+        f"extend over {h['extend_tokens']}"
+        + (f", {h['went_back']} given up" if h["went_back"] else "")
+        + f"; gap {_time(h['gap_s'])} (largest near it {_time(h['gap_near_s'])})"
+        + (f", largest of others beside it {_time(others)}" if others is not None else "")
+        + f"; relay busy {_time(h['relay_busy_s'])}, {h['wasted_tokens']} tokens wasted"
+    )
+
+
 SERIES: dict[str, tuple[str, ...]] = {
     "KVSent": ("src", "dst"),
     "KVReceived": ("instance",),
     "TokensMade": ("instance",),
     "TokensReceived": ("source",),
+    "HandoffSent": ("follows", "last"),
+    "HandoffTaken": ("decodes",),
 }
 """Events that come in series, and what must be equal for two of them to be of one."""
+
+
+def _joins(before: Json, event: Json) -> bool:
+    """Whether an event goes on with the series that `before` is the latest of. Pieces of a handoff
+    do not: each is a round.
+    """
+    if event["event"] == "HandoffTaken":
+        return bool(event["decodes"] and not event["back"])
+    return bool(before["end"] == event["start"] and event.get("follows", True))
 
 
 def _chapters(events: Sequence[Json]) -> list[list[Json]]:
@@ -197,7 +222,7 @@ def _chapters(events: Sequence[Json]) -> list[list[Json]]:
         kind = event["event"]
         if kind in SERIES:
             key = kind + "".join(str(event[name]) for name in SERIES[kind])
-            if key in latest and latest[key][-1]["end"] == event["start"]:
+            if key in latest and _joins(latest[key][-1], event):
                 latest[key].append(event)
                 continue
             latest[key] = chapter = [event]
@@ -240,12 +265,16 @@ TELL: dict[str, Teller] = {
     "KVWhole": lambda e: (e["instance"], f"holds the KV of all {e['prompt_tokens']:,} tokens"),
     "TransferCancelled": lambda e: (e["src"], f"stops sending KV to {e['dst']}"),
     "MainReady": lambda e: (e["relay"], f"learns that {e['main']} is ready"),
-    "HandoffSent": lambda e: (
+    "HandoffBegan": lambda e: (
         e["relay"],
-        f"sends {e['end'] - e['start']} ids [{e['start']}, {e['end']}) to {e['main']}"
-        + (" and is done with it" if e["last"] else ""),
+        f"asks policy {e['policy']}, {e['main']} lacks {e['lacking']} ids: {e['decision']}"
+        + ("" if e["expected"] is None else f" (catch-up would get to {e['expected']})"),
     ),
-    "HandoffTaken": lambda e: (e["main"], f"takes over, extends over {e['extend_tokens']} ids"),
+    "HandoffCaughtUp": lambda e: (
+        e["relay"],
+        f"learns that main has caught up to {e['end']}; it lacks {e['made'] - e['end']} by now",
+    ),
+    "HandoffEnded": lambda e: (e["relay"], f"is done with it: {e['reason']}"),
     "Released": lambda e: ("gateway", "lets the first token go to the client"),
     "Finished": lambda e: (
         "client",
@@ -257,13 +286,25 @@ TELL: dict[str, Teller] = {
 def _tell(chapter: Sequence[Json]) -> tuple[str, str]:
     """Who, and what, in words."""
     first, last = chapter[0], chapter[-1]
-    kind, span = first["event"], f"[{first['start']}, {last['end']})" if "end" in first else ""
+    kind, span = first["event"], f"[{first['start']}, {last['end']})" if "start" in first else ""
     lasted = last["t_s"] - first["t_s"]
     if kind in ("KVSent", "KVReceived"):
         total = sum(e["bytes"] for e in chapter)
         verb = f"hands KV {span} to {first['dst']}" if kind == "KVSent" else f"gets KV {span}"
         pieces = f"{size(total)} in {len(chapter)} piece{'s' * (len(chapter) > 1)}"
         return str(first.get("src") or first["instance"]), f"{verb}: {pieces}, {_time(lasted)}"
+    if kind == "HandoffSent":
+        ids = f"{last['end'] - first['start']} ids {span} to {first['main']}"
+        if first["follows"]:
+            return str(first["src"]), f"lets main follow: {ids} in {len(chapter)} frame(s)"
+        done = f" and is done with it: {first['reason']}" if first["last"] else ""
+        return str(first["src"]), f"sends {ids}{done}"
+    if kind == "HandoffTaken":
+        extends = f"extends over {sum(e['extend_tokens'] for e in chapter)} ids"
+        times = f" in {len(chapter)} steps, {_time(lasted)}" if len(chapter) > 1 else ""
+        back = f"gives up {first['back']} of its own, " if first["back"] else ""
+        goes = "and goes on" if first["decodes"] else "of a piece"
+        return str(first["main"]), f"{back}{extends} {goes}{times}"
     if kind in ("TokensMade", "TokensReceived"):
         count = last["end"] - first["start"]
         pace = f", {_time(lasted / (count - 1))} apart" if count > 1 else ""

@@ -1,298 +1,72 @@
 """The handoff protocol: what each side of a request may do, and when. No I/O, no clock.
 
-Positions are absolute: the prompt is [0, m), the first answer token x0 is at m. KV for [0, p)
-together with the id at p is all that is needed to go on from p; that pair is what every message
-means.
+Positions are absolute: the prompt is [0, m), the first answer token x0 is at m. When to send what
+is the handoff policy's decision (`policy.handoff`); what may happen then stands here.
 
     Relay side (RLD)
-    state      event                   next
-    RECEIVING  KV whole and x0 known   DECODING   Decode
-    RECEIVING  ... and MD was ready    HANDED     SendIds
-    RECEIVING  ... and x0 ends it      FINISHED
-    DECODING   an id is made           DECODING
-    DECODING   an id ends the answer   FINISHED
-    DECODING   MD ready, no step runs  HANDED     SendIds
-    DECODING   MD ready, in a step     FREEZING
-    FREEZING   an id is made           HANDED     SendIds
-    FREEZING   an id ends the answer   FINISHED
+    state      event                        next
+    RECEIVING  KV whole and x0 known        DECODING   Decode, and `decide` if MD was ready
+    RECEIVING  ... and x0 ends it           FINISHED
+    DECODING   MD is ready                  `decide`
+    ROUND      MD has caught up             `decide`
+    ROUND      MD takes too long            as Finish
+    FREEZING   the running step's id        HANDED     SendIds, the last
+    FOLLOWED   the bound is reached         HANDED
+    FOLLOWED   MD is first (the gateway)    HANDED
+    FINISHED   ... after it was FOLLOWED    HANDED
+    any that decodes, an id ends it         FINISHED
+
+    `decide`   Finish, no id is coming      HANDED     SendIds, the last
+               Finish, a step will yield it FREEZING
+               Piece                        ROUND      SendIds; it decodes on
+               Follow                       FOLLOWED   LetFollow; it decodes on
 
     Main side (MD)
-    state      event                   next
-    RECEIVING  KV whole, relayed       READY      Ready
-    RECEIVING  KV whole and x0 known   DECODING   Decode
-    RECEIVING  ... and x0 ends it      FINISHED
-    READY      the last ids            DECODING   Decode
-    DECODING   an id is made           DECODING
-    DECODING   an id ends the answer   FINISHED
+    RECEIVING  KV whole, relayed            READY      Ready
+    RECEIVING  KV whole and x0 known        DECODING   Decode
+    RECEIVING  ... and x0 ends it           FINISHED
+    READY      a piece                      EXTENDING  Extend
+    EXTENDING  its KV is there              READY      CaughtUp
+    READY, EXTENDING  the last ids          DECODING   Decode
+    READY      ids to follow                FOLLOWING  Decode
+    FOLLOWING  ids to follow                FOLLOWING  Decode, where they say anything new
+    DECODING   an id ends it                FINISHED
 
-Any state may be left for CLOSED from outside (cancel, deadline, the gateway's close); no event
-leads out of HANDED, FINISHED or CLOSED. One-shot handoff: MD's first step extends over all ids the
-relay made, x0 included, and yields the next.
+Any state may be left for CLOSED from outside (cancel, deadline, the gateway's close); nothing leads
+out of HANDED and CLOSED. What comes late is ignored, what cannot be is refused (BadFrame; the shell
+fails that request). The last piece is never empty: the pass over it yields the next id.
 
-Mistakes of the peer (a field of the wrong type, a range twice, ids that do not join) raise
-BadFrame; the shell fails that request. Mistakes of our own are asserts.
+In FOLLOWING both sides decode. The gateway passes on whichever id of a position comes first and
+sends MD what it has passed on of the relay's, so that there is one answer: where MD's own ids
+differ (a near tie, rounded otherwise), it goes back to the gateway's. What comes while a step of
+MD runs waits for its end. An id that seems to end the answer ends MD's decoding only until then.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
-
-import xxhash
 
 from pddrt.errors import BadFrame
-from pddrt.frames import Frame
-from pddrt.types import DTYPE_BYTES, FinishReason, KVLayout, Sampling
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _name_or_none(value: Any) -> bool:
-    return value is None or type(value) is str
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _positive(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _token(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 32
-
-
-def _letter(value: Any) -> bool:
-    return value in ("P", "R", "M")
-
-
-def _reason(value: Any) -> bool:
-    return value in ("stop", "length", "rejected", "aborted")
-
-
-def _sampling(value: Any) -> bool:
-    if type(value) is not list or len(value) != 4:
-        return False
-    temperature, top_k, top_p, seed = value
-    numbers = all(type(v) in (int, float) and math.isfinite(v) for v in (temperature, top_p))
-    return numbers and temperature >= 0 and 0 < top_p <= 1 and _count(top_k) and _count(seed)
-
-
-def _layout(value: Any) -> bool:
-    return type(value) is list and [type(v) for v in value] == [str, int, int, int, str]
-
-
-MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    # between any two
-    "open": {"purpose": _text},
-    "hello": {
-        "role": _text,
-        "kv_tokens": _count,
-        "page_tokens": _positive,
-        "caching": _flag,
-        "max_context": _count,
-        "bytes_per_token": _positive,
-    },
-    # client and gateway
-    "submit": {
-        "request": _text,
-        "text": _text,
-        "system": _text,
-        "answer": _name_or_none,
-        "raw": _flag,
-        "max_tokens": _positive,
-        "sampling": _sampling,
-    },
-    "cancel": {"request": _text},
-    "accepted": {"request": _text},
-    "answer": {"request": _text, "start": _count, "source": _letter, "text": _text},
-    "end": {"request": _text, "reason": _reason, "detail": _text},
-    # gateway and instances
-    "prefill": {
-        "request": _text,
-        "relay": _name_or_none,
-        "main": _text,
-        "max_tokens": _positive,
-        "sampling": _sampling,
-        "lease_ns": _count,
-    },
-    "close": {"request": _text, "answered": _flag},
-    "learn": {"request": _text, "prompt_tokens": _count},
-    "failed": {"request": _text, "detail": _text},
-    "tokens": {"request": _text, "start": _count, "source": _letter},
-    # prefill and decoders; `whole` goes to the gateway too, without an epoch
-    "offer": {
-        "request": _text,
-        "epoch": _count,
-        "layout": _layout,
-        "digest": _text,
-        "max_tokens": _positive,
-        "sampling": _sampling,
-        "gateway": _text,
-        "relay": _name_or_none,
-        "main": _text,
-    },
-    "admit": {"request": _text, "epoch": _count, "have": _count},
-    "refuse": {"request": _text, "epoch": _count, "reason": _text},
-    "kv": {"request": _text, "epoch": _count, "start": _count, "end": _count},
-    "first": {"request": _text, "epoch": _count, "position": _count, "id": _token},
-    "withdraw": {"request": _text, "epoch": _count},
-    "whole": {"request": _text},
-    # relay and main
-    "ready": {"request": _text},
-    "ids": {"request": _text, "start": _count, "last": _flag},
-}
-"""Every kind of frame, and what its fields must be. Ids and KV travel as payload."""
-
-
-def check_fields(frame: Frame) -> None:
-    """Raises BadFrame where a field is missing or is not what MESSAGES says; the frame is one of
-    them.
-    """
-    for name, valid in MESSAGES[frame.kind].items():
-        if not valid(frame[name]):
-            raise BadFrame(f"frame {frame.kind!r} has {name} {frame[name]!r:.80}")
-
-
-# -- what a request is, and where it ends ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Where an answer ends: an end-of-sequence id, or `max_tokens` answer tokens."""
-
-    prompt_len: int
-    max_tokens: int
-    eos_ids: frozenset[int]
-
-    @property
-    def kv_tokens(self) -> int:
-        """KV slots that the longest answer needs: the last token's KV is never computed."""
-        return self.prompt_len + self.max_tokens - 1
-
-
-def finish(limits: Limits, position: int, token: int) -> FinishReason | None:
-    """Why the answer ends with `token` at absolute `position`, or None if it goes on.
-
-    The one place where this is decided; every role that makes a token calls it, P for the first one
-    too.
-    """
-    if token in limits.eos_ids:
-        return "stop"
-    if position + 1 - limits.prompt_len >= limits.max_tokens:
-        return "length"
-    return None
-
-
-def prompt_digest(fingerprint: str, ids: Sequence[int]) -> str:
-    """xxh3-128 over the model's fingerprint and the ids: the same in every process."""
-    digest = xxhash.xxh3_128(fingerprint.encode())
-    digest.update(array("I", ids).tobytes())
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What P tells a decoder before any KV: whose it is, what it is, who else is in it.
-
-    `epoch` numbers P's transfers; KV and answers that name another epoch are of another transfer.
-    """
-
-    request: str
-    epoch: int
-    layout: KVLayout
-    prompt: tuple[int, ...]
-    digest: str
-    max_tokens: int
-    sampling: Sampling
-    gateway: str
-    relay: str | None
-    main: str
-
-    def fields(self) -> dict[str, Any]:
-        """Header fields of an `offer` frame; the prompt's ids are its payload."""
-        return {
-            "request": self.request,
-            "epoch": self.epoch,
-            "layout": astuple(self.layout),
-            "digest": self.digest,
-            "max_tokens": self.max_tokens,
-            "sampling": astuple(self.sampling),
-            "gateway": self.gateway,
-            "relay": self.relay,
-            "main": self.main,
-        }
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any], prompt: Sequence[int]) -> Manifest:
-        """Inverse of `fields`. Raises BadFrame if something is missing."""
-        try:
-            values = dict(fields)
-            values["layout"] = KVLayout(*values["layout"])
-            values["sampling"] = Sampling(*values["sampling"])
-            return cls(prompt=tuple(prompt), **values)
-        except (KeyError, TypeError) as error:
-            raise BadFrame(f"not a manifest: {error}") from None
-
-    def objection(self, mine: KVLayout) -> str | None:
-        """Why a decoder with layout `mine` must not take this KV, by name; None if it may.
-
-        KV of another dtype is converted when it arrives; of another page size it needs nothing,
-        since it travels by positions.
-        """
-        if self.layout.dtype not in DTYPE_BYTES:
-            return f"dtype {self.layout.dtype} of the KV is none of {', '.join(DTYPE_BYTES)}"
-        for what in ("fingerprint", "layers", "kv_heads", "head_dim"):
-            theirs, own = getattr(self.layout, what), getattr(mine, what)
-            if theirs != own:
-                return f"{what} {theirs} of the KV does not match {own}"
-        if self.digest != prompt_digest(mine.fingerprint, self.prompt):
-            return "the digest does not match the prompt"
-        return None
-
-
-class KVAssembly:
-    """Which positions of [0, length) have arrived. Takes any partition, each position exactly
-    once.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._missing: list[tuple[int, int]] = [(0, length)] if length else []
-
-    @property
-    def whole(self) -> bool:
-        return not self._missing
-
-    def claim(self, start: int, end: int) -> None:
-        """Books [start, end) as arrived. Raises BadFrame if any of it lies outside or came
-        before.
-        """
-        for at, (low, high) in enumerate(self._missing):
-            if low <= start < end <= high:
-                rest = [(low, start), (end, high)]
-                self._missing[at : at + 1] = [r for r in rest if r[0] < r[1]]
-                return
-        if not 0 <= start == end <= self.length:
-            raise BadFrame(f"KV of [{start}, {end}) is outside [0, {self.length}) or came twice")
+from pddrt.messages import KVAssembly, Limits, chain, finish
+from pddrt.policy.handoff import Decision, Finish, Follow, Piece
+from pddrt.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Step from here on: `ids` continue the prompt; the last one has no KV yet."""
+    """Step from here on: `ids` continue the prompt. KV that is there for an answer holds for the
+    first `kept` of them, and no further.
+    """
+
+    ids: tuple[int, ...]
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Compute the KV of `ids`, which continue the prompt, and draw nothing."""
 
     ids: tuple[int, ...]
 
@@ -303,21 +77,40 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """Tell the relay that the KV up to position `end` is there."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendIds:
-    """Send ids of [start, start + len(ids)) to the main decoder; `last`: and nothing after them."""
+    """Send ids of [start, start + len(ids)) to the main decoder; `last`: and nothing after them.
+    `reason`: why it is the last.
+    """
 
     start: int
     ids: tuple[int, ...]
     last: bool
+    reason: str = ""
 
 
-Action = Decode | Ready | SendIds
+@dataclass(frozen=True, slots=True)
+class LetFollow:
+    """Ask the gateway to send the main decoder what it passes on."""
+
+
+Action = Decode | Extend | Ready | CaughtUp | SendIds | LetFollow
 
 
 class State(Enum):
     RECEIVING = auto()
     READY = auto()
+    EXTENDING = auto()
+    FOLLOWING = auto()
     DECODING = auto()
+    ROUND = auto()
+    FOLLOWED = auto()
     FREEZING = auto()
     HANDED = auto()
     FINISHED = auto()
@@ -325,6 +118,9 @@ class State(Enum):
 
 
 FINAL = frozenset({State.HANDED, State.FINISHED, State.CLOSED})
+RELAY_DECODES = frozenset({State.DECODING, State.ROUND, State.FOLLOWED, State.FREEZING})
+HANDS_OVER = frozenset({State.READY, State.EXTENDING})
+"""States of a main decoder that depends on the relay to go on."""
 
 
 @dataclass(slots=True)
@@ -335,6 +131,8 @@ class _Side:
     state: State = State.RECEIVING
     ids: list[int] = field(default_factory=list)
     """Answer ids known here, from x0 on."""
+    chain: int = 0
+    """Digest of `ids`."""
     kv: KVAssembly = field(init=False)
 
     def __post_init__(self) -> None:
@@ -344,10 +142,25 @@ class _Side:
     def final(self) -> bool:
         return self.state in FINAL
 
+    @property
+    def next(self) -> int:
+        """Position of the id that comes next."""
+        return self.limits.prompt_len + len(self.ids)
+
+    def on_kv(self, start: int, end: int) -> list[Action]:
+        if self.state is not State.RECEIVING:
+            raise BadFrame(f"KV of [{start}, {end}) for a request that is {self.state.name}")
+        self.kv.claim(start, end)
+        return self._start()
+
     def close(self) -> None:
         """The request is over for this side, whatever it was doing."""
         if not self.final:
             self.state = State.CLOSED
+
+    def _start(self) -> list[Action]:
+        """More of what it needs to begin has arrived, perhaps all."""
+        raise NotImplementedError
 
     def _decode(self) -> list[Action]:
         """The KV is whole and x0 known: on from there, unless x0 is all there is."""
@@ -355,62 +168,131 @@ class _Side:
             self.state = State.FINISHED
             return []
         self.state = State.DECODING
-        return [Decode(tuple(self.ids))]
+        return [Decode(tuple(self.ids), kept=len(self.ids))]
+
+    def _learn(self, ids: Sequence[int]) -> None:
+        self.ids.extend(ids)
+        self.chain = chain(ids, self.chain)
 
     def _book(self, token: int) -> FinishReason | None:
-        self.ids.append(token)
-        reason = finish(self.limits, self.limits.prompt_len + len(self.ids) - 1, token)
-        if reason:
-            self.state = State.FINISHED
-        return reason
+        position = self.next
+        self._learn([token])
+        return finish(self.limits, position, token)
+
+
+Ask = Callable[[int, tuple[int, ...], int], Decision]
+"""The handoff policy's decision on (lacking, before, left): see `policy.handoff.Facts`."""
 
 
 @dataclass(slots=True)
 class RelaySide(_Side):
-    """The relay decoder's half. `in_step` is given with events that need to know of a running
-    step.
+    """The relay decoder's half. `coming`, where an event needs it: a running step will yield an
+    id.
     """
 
+    ask: Ask | None = None
+    """None: nobody to hand over to (P-RLD)."""
     main_is_ready: bool = False
-
-    def on_kv(self, start: int, end: int) -> list[Action]:
-        if self.state is not State.RECEIVING:
-            raise BadFrame(f"KV of [{start}, {end}) for a request that is {self.state.name}")
-        self.kv.claim(start, end)
-        return self._start()
+    sent: int = 0
+    """Answer ids that the main decoder has been sent."""
+    before: tuple[int, ...] = ()
+    """What it lacked at each decision so far."""
+    bound: int = 0
+    """How many ids there may be while it is FOLLOWED; 0: it never was."""
+    reason: str = ""
+    """Why it stops or has stopped."""
 
     def on_first(self, token: int) -> list[Action]:
         if self.state is not State.RECEIVING or self.ids:
             raise BadFrame("a second first token")
-        self.ids.append(token)
+        self._learn([token])
         return self._start()
 
     def _start(self) -> list[Action]:
         if not self.kv.whole or not self.ids:
             return []
         actions = self._decode()
-        return self._hand_over() if self.main_is_ready and actions else actions
+        if self.main_is_ready and actions:
+            later = self._decide(coming=False)
+            return later if self.final else actions + later
+        return actions
 
-    def on_main_ready(self, in_step: bool) -> list[Action]:
-        if self.main_is_ready:
-            raise BadFrame("the main decoder is ready twice")
+    def on_main_ready(self, coming: bool) -> list[Action]:
+        if self.main_is_ready or self.ask is None:
+            raise BadFrame("the main decoder is ready twice, or is none")
         self.main_is_ready = True
         if self.state is not State.DECODING:
             return []  # RECEIVING: remembered; final: too late to matter
-        if in_step:
+        return self._decide(coming)
+
+    def on_caught_up(self, end: int, coming: bool) -> list[Action]:
+        """The main decoder has the KV of what it was sent, up to position `end`."""
+        if self.final or self.state is State.FREEZING:
+            return []  # it was slow, and the last ids are on their way or not needed
+        expected = self.limits.prompt_len + self.sent
+        if self.state is not State.ROUND or end != expected:
+            raise BadFrame(f"caught up to {end} with {self.sent} ids sent, {self.state.name}")
+        return self._decide(coming)
+
+    def on_overdue(self, coming: bool) -> list[Action]:
+        """The answer to a piece takes too long."""
+        return self._finish("no answer", coming) if self.state is State.ROUND else []
+
+    def on_switched(self) -> None:
+        """The gateway has had an id of the main decoder's first: what is made here is not asked for
+        any more, not even an end.
+        """
+        if not self.bound:
+            raise BadFrame(f"switched, and nobody follows a request that is {self.state.name}")
+        if self.state in (State.FOLLOWED, State.FINISHED):
+            self.state, self.reason = State.HANDED, "the main decoder is first"
+
+    def on_token(self, token: int) -> tuple[list[Action], FinishReason | None]:
+        assert self.state in RELAY_DECODES, self.state
+        reason = self._book(token)
+        if reason:
+            self.state = State.FINISHED
+        elif self.state is State.FREEZING:
+            return self._hand_over(), None
+        elif self.state is State.FOLLOWED and len(self.ids) >= self.bound:
+            self.state, self.reason = State.HANDED, "the bound"
+        return [], reason
+
+    def _decide(self, coming: bool) -> list[Action]:
+        assert self.ask is not None
+        lacking = len(self.ids) - self.sent + coming
+        decision = self.ask(lacking, self.before, self.limits.max_tokens - len(self.ids))
+        self.before = (*self.before, lacking)
+        match decision:
+            case Finish(reason):
+                return self._finish(reason, coming)
+            case Piece(most):
+                # The last piece must have an id: the newest stays here, unless one is coming.
+                made = self.ids[self.sent : len(self.ids) if coming else -1]
+                ids = tuple(made[: max(0, most)])
+                if not ids:
+                    return self._finish("nothing to send ahead", coming)
+                start = self.limits.prompt_len + self.sent
+                self.sent += len(ids)
+                self.state = State.ROUND
+                return [SendIds(start, ids, last=False)]
+            case Follow(most):
+                self.bound = len(self.ids) + max(1, most)
+                self.state = State.FOLLOWED
+                return [LetFollow()]
+
+    def _finish(self, reason: str, coming: bool) -> list[Action]:
+        self.reason = reason
+        if coming:
             self.state = State.FREEZING
             return []
         return self._hand_over()
 
-    def on_token(self, token: int) -> tuple[list[Action], FinishReason | None]:
-        assert self.state in (State.DECODING, State.FREEZING), self.state
-        freezing = self.state is State.FREEZING
-        reason = self._book(token)
-        return (self._hand_over() if freezing and not reason else []), reason
-
     def _hand_over(self) -> list[Action]:
         self.state = State.HANDED
-        return [SendIds(self.limits.prompt_len, tuple(self.ids), last=True)]
+        start, ids = self.limits.prompt_len + self.sent, tuple(self.ids[self.sent :])
+        self.sent = len(self.ids)
+        return [SendIds(start, ids, last=True, reason=self.reason)]
 
 
 @dataclass(slots=True)
@@ -418,17 +300,15 @@ class MainSide(_Side):
     """The main decoder's half. Not `relayed` (pipeline P-MD): it starts from P's first token."""
 
     relayed: bool = True
-
-    def on_kv(self, start: int, end: int) -> list[Action]:
-        if self.state is not State.RECEIVING:
-            raise BadFrame(f"KV of [{start}, {end}) for a request that is {self.state.name}")
-        self.kv.claim(start, end)
-        return self._start()
+    told: list[int] = field(default_factory=list)
+    """FOLLOWING: the answer as far as the gateway has passed on the relay's ids."""
+    agreed: int = 0
+    """So many ids are known to be the same in `ids` and `told`."""
 
     def on_first(self, token: int) -> list[Action]:
         if self.relayed or self.ids or self.state is not State.RECEIVING:
             raise BadFrame("a first token that nobody waits for")
-        self.ids.append(token)
+        self._learn([token])
         return self._start()
 
     def _start(self) -> list[Action]:
@@ -441,18 +321,61 @@ class MainSide(_Side):
 
     def on_ids(self, start: int, ids: Sequence[int], last: bool) -> list[Action]:
         """Ids from the relay; nothing is decoded before the KV is whole."""
-        if self.state is not State.READY:
+        if self.state not in HANDS_OVER or (self.state is State.EXTENDING and not last):
             raise BadFrame(f"ids for a request that is {self.state.name}")
-        if start != self.limits.prompt_len + len(self.ids) or not ids:
-            raise BadFrame(
-                f"{len(ids)} ids from {start}; expected some from "
-                f"{self.limits.prompt_len + len(self.ids)}"
-            )
+        self._check(start, ids, self.next)
+        self._learn(ids)
+        if last:
+            return self._decode()
+        self.state = State.EXTENDING
+        return [Extend(tuple(self.ids))]
+
+    def on_follow(self, start: int, ids: Sequence[int], in_step: bool) -> list[Action]:
+        """What the gateway has passed on of the relay's ids, from x0 on and without gaps."""
+        if self.state not in (State.READY, State.FOLLOWING):
+            raise BadFrame(f"ids to follow for a request that is {self.state.name}")
+        self._check(start, ids, self.limits.prompt_len + len(self.told))
+        if self.state is State.READY and list(ids[: len(self.ids)]) != self.ids:
+            raise BadFrame("ids to follow that are not those of the pieces")
+        self.told.extend(ids)
+        self.state = State.FOLLOWING
+        return [] if in_step else self._catch_up()
+
+    def on_computed(self, pending: int) -> list[Action]:
+        """A step has ended that drew nothing; `pending` known ids have no KV yet."""
+        if self.state is State.FOLLOWING:
+            return self._catch_up()
+        if self.state is State.EXTENDING and not pending:
+            self.state = State.READY
+            return [CaughtUp(self.next)]
+        return []
+
+    def on_token(self, token: int) -> tuple[list[Action], FinishReason | None]:
+        """The end of the answer while FOLLOWING holds only until the gateway says otherwise."""
+        assert self.state in (State.DECODING, State.FOLLOWING), self.state
+        reason = self._book(token)
+        if self.state is State.FOLLOWING:
+            if actions := self._catch_up():
+                return actions, None
+        elif reason:
+            self.state = State.FINISHED
+        return [], reason
+
+    def _check(self, start: int, ids: Sequence[int], expected: int) -> None:
+        if start != expected or not ids:
+            raise BadFrame(f"{len(ids)} ids from {start}; expected some from {expected}")
         if any(finish(self.limits, position, token) for position, token in enumerate(ids, start)):
             raise BadFrame(f"{len(ids)} ids from {start} go past the end of the answer")
-        self.ids.extend(ids)
-        return self._decode() if last else []
 
-    def on_token(self, token: int) -> FinishReason | None:
-        assert self.state is State.DECODING, self.state
-        return self._book(token)
+    def _catch_up(self) -> list[Action]:
+        """Own ids go on from what the gateway has passed on; where they do not, that is true."""
+        known = min(len(self.ids), len(self.told))
+        while self.agreed < known and self.ids[self.agreed] == self.told[self.agreed]:
+            self.agreed += 1
+        if (kept := self.agreed) == len(self.told):
+            return []
+        if kept < len(self.ids):
+            self.ids, self.chain = [], 0
+        self._learn(self.told[len(self.ids) :])
+        self.agreed = len(self.told)
+        return [Decode(tuple(self.ids), kept)]

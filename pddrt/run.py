@@ -20,32 +20,36 @@ import contextlib
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pddrt import __version__
+from pddrt import __version__, handoffs
 from pddrt.chips import ModelShape
-from pddrt.deployment import Deployment, Rules
+from pddrt.deployment import Change, Deployment, Rules
 from pddrt.engine.base import Engine
 from pddrt.engine.model import ModelEngine, oracle
 from pddrt.engine.models import LoadedModel, Progress, load, load_tokenizer
 from pddrt.engine.outline import Outline, outline, outline_tokenizer
+from pddrt.engine.tokens import Tokenizer
 from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv, wall_stamp
 from pddrt.errors import BadInput, CannotRun, Interrupted, RunFailed
+from pddrt.injector import Injector, faulty_engines, local_clocks
 from pddrt.invariants import Monitor, Violation
 from pddrt.kv.pages import PoolCorrupt
-from pddrt.metrics import SCHEMA, Recorder, request_json, spread, summary
+from pddrt.metrics import Recorder
 from pddrt.netem.net import Net, Topology
-from pddrt.policy.route import Naive, Pdd, Policy
+from pddrt.pipelines import chosen_from, kv_tokens, policy_of
+from pddrt.policy.anomaly import Anomaly
 from pddrt.prompts import Framing
 from pddrt.roles.node import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
 from pddrt.simloop import Deadlock, SimLoop
-from pddrt.trace import Event, RunStarted, Seconds, Trace, dumps
+from pddrt.summary import SCHEMA, request_json, spread, summary
+from pddrt.trace import Event, FaultInjected, FaultMissed, RunStarted, Seconds, Trace, dumps
 from pddrt.types import MS, SECOND, Ns
 from pddrt.workload import Session, Turn, plan, plan_one
 from pddrt.workload_fields import Trace as TraceWorkload
@@ -70,6 +74,8 @@ class Result:
         requests, invariants = self.summary["requests"], self.summary["invariants"]
         broken = invariants["violations"]
         lost = requests["total"] - requests["finished"]
+        if self.summary["faults"]["planned"]:  # then a request may end with an error, but must end
+            lost -= requests["rejected"] + requests["aborted"]
         if self.failure or lost or broken:
             why = [self.failure] if self.failure else []
             why += [f"{lost} of {requests['total']} requests did not finish"] if lost else []
@@ -94,7 +100,7 @@ class Run:
         self._verifies = verify
         self.instances = scenario.resolved(_cores())
         self._prompt = prompt
-        self.folder = _folder(out, scenario.name)
+        self.folder = free_folder(out, scenario.name)
         self.recorder = Recorder({i.name: i.role for i in self.instances})
         self._listeners: list[Callable[[Event], None]] = [self.recorder]
         self._models: dict[tuple[str, str], LoadedModel | Outline] = {}
@@ -119,24 +125,32 @@ class Run:
     def listen(self, listener: Callable[[Event], None]) -> None:
         self._listeners.append(listener)
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Loads models, plans the workload, checks that every first prompt can be served.
+    def prepare(self, progress: Progress | None = None, others: Sequence[Run] = ()) -> None:
+        """Loads models, plans the workload, checks that every first prompt can be served. What is
+        the same in one of `others`, prepared before, is shared with it.
 
         Raises CannotRun (model, device), BadInput (prompt longer than the context, KV memory too
         small).
         """
         name = self.scenario.model
+        kin = [o for o in others if (o.scenario.model, o._modelled) == (name, self._modelled)]
         tokenizer_of = outline_tokenizer if self._modelled else load_tokenizer
-        self.tokenizer = tokenizer_of(name, progress)
+        self.tokenizer: Tokenizer = kin[0].tokenizer if kin else tokenizer_of(name, progress)
         for instance in self.instances:
             key = (instance.dtype, instance.device)
             if key in self._models:
                 continue
-            if self._modelled:
+            there = next((other._models[key] for other in kin if key in other._models), None)
+            if there is not None:
+                self._models[key] = there
+            elif self._modelled:
                 self._models[key] = outline(name, instance.dtype, progress)
             else:
                 self._models[key] = load(name, *key, progress=progress)
-        self._sessions = self._plan()
+        asks = (self.scenario.workload, self.scenario.seed, self._prompt)
+        twin = (o for o in kin if (o.scenario.workload, o.scenario.seed, o._prompt) == asks)
+        other = next(twin, None)
+        self._sessions = self._plan() if other is None else other._sessions
         self._specs = [self._spec(i) for i in self.instances]
         self._check_prompts()
 
@@ -207,8 +221,9 @@ class Run:
                 f"{where}: found a request of {prompt} prompt + {answer} answer tokens; "
                 f"allowed: the model's context of {context} at most"
             )
+        pipelines = chosen_from(self.scenario)
         for instance, spec in zip(self.instances, self._specs, strict=True):
-            need = prompt if spec.role == "prefill" else prompt + answer - 1
+            need = kv_tokens(pipelines, spec.role, prompt, answer)
             if spec.kv_tokens < need:
                 field = f"instances.{instance.group}.kv_memory"
                 pages = -(-need // spec.page_tokens) * spec.page_tokens
@@ -228,8 +243,8 @@ class Run:
         the run (verifying). Raises CannotRun where it cannot start, or the folder cannot be
         written.
         """
-        with _signals_to(self._interrupt):
-            with _writing(self.folder):
+        with signals_to(self._interrupt):
+            with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for old in ("requests.jsonl", "summary.json"):
                     (self.folder / old).unlink(missing_ok=True)
@@ -253,13 +268,13 @@ class Run:
             except (Deadlock, PoolCorrupt) as error:
                 self._fail(error)
             finally:
-                with _writing(self.folder), file:
+                with writing(self.folder), file:
                     if self.trace.error is not None:
                         raise self.trace.error
             wall = watch.elapsed()
         if self._verifies and not self._interrupted:
             self._verify(progress)
-        with _signals_to(self._interrupt), _writing(self.folder):
+        with signals_to(self._interrupt), writing(self.folder):
             return self._save(wall)
 
     def _violated(self, violation: Violation) -> None:
@@ -273,11 +288,7 @@ class Run:
             self._interrupt()
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
-        if self.scenario.clock == "virtual":
-            return SimLoop()  # type: ignore[abstract]
-        import uvloop
-
-        return uvloop.new_event_loop()
+        return new_loop(self.scenario.clock)
 
     async def _main(self) -> None:
         virtual = self.scenario.clock == "virtual"
@@ -287,7 +298,7 @@ class Run:
             RunStarted(env.now(), self.scenario.name, self.scenario.seed, self.scenario.clock)
         )
         topology = self.scenario.topology((CLIENT,))
-        deployment = self._deploy(env, _net(env, topology), topology)
+        deployment = self._deploy(env, net_for(env, topology), topology)
         lag = LagMeter(env) if isinstance(env, WallEnv) else None
         metering = asyncio.ensure_future(lag.run()) if lag else None
         try:
@@ -313,7 +324,9 @@ class Run:
     async def _play(self, env: Env, deployment: Deployment) -> None:
         async def work() -> None:
             await deployment.start()
-            await deployment.play(self._sessions, self.scenario.workload.concurrency_limit)
+            plan, limit = self.scenario.faults, self.scenario.workload.concurrency_limit
+            play = Injector(deployment, plan).play if plan else deployment.play
+            await play(self._sessions, limit)
 
         def stop() -> None:
             deployment.client.stop()
@@ -342,18 +355,29 @@ class Run:
         scenario = self.scenario
         models = list(self._models.values())
         rules = Rules(
-            policy=_policy(scenario),
+            policy=policy_of(scenario),
             eos_ids=frozenset(i for m in models for i in m.eos_ids),
             deadline=scenario.deadline,
             sampling=scenario.sampling_with(seed=0),
             stream_while_computing=scenario.pipeline.stream_kv == "while-computing",
             early_first_token=scenario.gateway.first_token == "early",
+            eight_bit_wan=scenario.pipeline.eight_bit_wan,
+            handoff=handoffs.policy_of(scenario),
+            piece=scenario.handoff.max_ids_per_round,
+            signal_age=scenario.router.signal_age,
+            max_transfers=scenario.router.max_transfers,
+            handshake=scenario.router.handshake,
+            anomaly=_anomaly(scenario),
         )
         engines = {
             spec.name: self._engine(env, instance, spec)
             for instance, spec in zip(self.instances, self._specs, strict=True)
         }
-        return Deployment(env, net, topology, rules, self.tokenizer, self._specs, engines)
+        engines = faulty_engines(env, scenario.faults, engines)
+        clocks = local_clocks(env, scenario.faults)
+        changes = [Change(*change) for change in scenario.changes()]
+        everything = (rules, self.tokenizer, self._specs, engines, clocks, changes)
+        return Deployment(env, net, topology, *everything)
 
     def _engine(self, env: Env, instance: ResolvedInstance, spec: InstanceSpec) -> Engine:
         model = self._model(instance)
@@ -398,7 +422,7 @@ class Run:
             raise KeyboardInterrupt
 
         try:
-            with _signals_to(stop):
+            with signals_to(stop):
                 found = self._judge(progress)
         except CannotRun as error:
             found = f"not every request could be verified: {error}"
@@ -413,7 +437,7 @@ class Run:
         model = next(iter(self._models.values()))
         if isinstance(model, Outline):
             vocab, eos_ids = self._vocab(model), frozenset(model.eos_ids)
-            judge = partial(oracle, vocab=vocab, eos_ids=eos_ids)
+            judge = partial(oracle, vocab=vocab, eos_ids=eos_ids, ends=eos_ids)
             return verify_modelled(requests, judge, progress)
         from pddrt.engine.reference import Reference
 
@@ -423,7 +447,8 @@ class Run:
             if isinstance(model, LoadedModel)
         }
         dtypes = {instance.name: instance.dtype for instance in self.instances}
-        return verify(requests, dtypes, passes.__getitem__, progress)
+        ends = frozenset(i for m in self._models.values() for i in m.eos_ids)
+        return verify(requests, dtypes, passes.__getitem__, progress, ends)
 
     def _save(self, wall: Ns) -> Result:
         slo = self.scenario.slo
@@ -440,6 +465,7 @@ class Run:
             "digest": self.trace.digest,
             "interrupted": self._interrupted,
             **summary(self.recorder, slo.ttft, slo.tpot, self.monitor.report()),
+            "faults": self._faults(),
             "loop_lag_s": {
                 k: v for k, v in spread(self._lags).items() if k in ("p50", "p99", "max")
             },
@@ -448,36 +474,47 @@ class Run:
         (self.folder / "summary.json").write_text(dumps(numbers) + "\n", encoding="utf-8")
         return Result(self.folder, numbers, self._interrupted, self._failure)
 
+    def _faults(self) -> dict[str, int]:
+        kinds = [type(event) for event in self.trace.events]
+        struck = {"injected": kinds.count(FaultInjected), "missed": kinds.count(FaultMissed)}
+        return {"planned": len(self.scenario.faults), **struck}
+
     def _provenance(self) -> dict[str, Any]:
         late = max((link.late_p99_ns for link in self.recorder.links), default=0)
         model = next(iter(self._models.values()))
-        return {
-            "versions": {
-                "pddrt": __version__,
-                "python": platform.python_version(),
-                **{name: _version(name) for name in ("torch", "transformers", "uvloop")},
-            },
-            "machine": {"system": platform.platform(), "cores": _cores(), "cpu": cpu_name()},
-            "threads": {i.name: i.threads for i in self.instances},
-            "model": {
-                "name": model.name,
-                "fingerprint": model.fingerprint,
-                "parameters": model.parameters,
-            },
-            "fidelity": {
-                "verdict": "exact"
-                if self.scenario.clock == "virtual"
-                else "ok"
-                if late <= LATE_LIMIT
-                else "degraded",
-                "late_p99_s": Seconds(late),
-                "limit_s": Seconds(LATE_LIMIT),
-            },
-        }
+        threads = {i.name: i.threads for i in self.instances}
+        return provenance(model, threads, self.scenario.clock == "virtual", late)
+
+
+def provenance(
+    model: LoadedModel | Outline, threads: Mapping[str, int], virtual: bool, late: Ns
+) -> dict[str, Any]:
+    """What ran where, and whether this machine kept the network's times: `late` is the p99 of
+    (sent - due) on the worst link.
+    """
+    return {
+        "versions": {
+            "pddrt": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "transformers", "uvloop")},
+        },
+        "machine": {"system": platform.platform(), "cores": _cores(), "cpu": cpu_name()},
+        "threads": dict(threads),
+        "model": {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "parameters": model.parameters,
+        },
+        "fidelity": {
+            "verdict": "exact" if virtual else "ok" if late <= LATE_LIMIT else "degraded",
+            "late_p99_s": Seconds(late),
+            "limit_s": Seconds(LATE_LIMIT),
+        },
+    }
 
 
 @contextlib.contextmanager
-def _signals_to(callback: Callable[[], None]) -> Iterator[None]:
+def signals_to(callback: Callable[[], None]) -> Iterator[None]:
     """Inside, SIGINT and SIGTERM call `callback`, between any two instructions of this thread."""
     signals = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(s, lambda *_: callback()) for s in signals]
@@ -489,7 +526,7 @@ def _signals_to(callback: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -501,8 +538,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _folder(out: Path | None, name: str) -> Path:
-    """The run folder. A folder that holds something other than a run is refused."""
+def free_folder(
+    out: Path | None, name: str, mark: str = "scenario.yaml", what: str = "run"
+) -> Path:
+    """The folder to write to. One that holds something, but no file `mark`, is refused."""
     if out is None:
         base = Path("runs") / f"{name}-{wall_stamp()}"
         folder, number = base, 2
@@ -516,21 +555,31 @@ def _folder(out: Path | None, name: str) -> Path:
         raise BadInput(f"--out {out}: {error.strerror}") from None
     if not there.is_dir():
         raise BadInput(f"--out {out}: found a file, {there}; allowed: a folder")
-    if taken and not (out / "scenario.yaml").exists():
+    if taken and not (out / mark).exists():
         raise BadInput(
-            f"--out {out}: found something that is not a run; allowed: a new or empty folder, "
-            f"or that of an older run"
+            f"--out {out}: found something that is not a {what}; allowed: a new or empty folder, "
+            f"or that of an older {what}"
         )
     return out
 
 
-def _policy(scenario: Scenario) -> Policy:
-    if scenario.pipeline.policy == "naive":
-        return Naive()
-    return Pdd(scenario.pipeline.relay_above)
+def new_loop(clock: str) -> asyncio.AbstractEventLoop:
+    if clock == "virtual":
+        return SimLoop()  # type: ignore[abstract]
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
-def _net(env: Env, topology: Topology) -> Net:
+def _anomaly(scenario: Scenario) -> Anomaly | None:
+    rule = scenario.anomaly
+    if rule is None:
+        return None
+    return Anomaly(rule.input_above, rule.output_below, rule.share, rule.guess)
+
+
+def net_for(env: Env, topology: Topology) -> Net:
+    """In memory under the virtual clock, over sockets on the wall clock."""
     if env.virtual:
         from pddrt.netem.simnet import SimNet
 

@@ -5,7 +5,7 @@
     FILE:LINE: field.path: what was found; what is allowed
 
 What each field may hold is said in `fields`; `_across` checks what no field can see by itself:
-roles that a policy needs, sites, paths, clocks.
+roles that a policy needs, sites, paths (see `pipelines`), clocks.
 
 `Scenario.resolved` expands `count` and fills defaults; `as_run` is the same as a scenario; `dump`
 is that in YAML, and loads again to an equal one. `topology` is what the nets need to know of it.
@@ -22,16 +22,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr
 
-from pddrt import document, profiles, sections
+from pddrt import document, faults, handoffs, pipelines, profiles, sections
 from pddrt.chips import CHIPS, Chip, ModelShape, chip_cost, figures_cost
 from pddrt.document import Document, Keys, Problem
 from pddrt.errors import BadInput
+from pddrt.faults import FaultPlan
 from pddrt.fields import (
-    LATER_FIELDS,
     MAX_INSTANCES,
     MEASURED,
+    AnomalyFields,
     Dtype,
-    Faults,
     Figures,
     Gateway,
     Handoff,
@@ -39,13 +39,15 @@ from pddrt.fields import (
     Link,
     Name,
     Pipeline,
+    Router,
     SamplingFields,
+    Scale,
     Slo,
     Tokens,
 )  # fmt: skip
 from pddrt.netem.net import LinkSpec, Topology
 from pddrt.sections import Allowed, Checked, Section
-from pddrt.types import SECOND, Role, Sampling, StepCost
+from pddrt.types import SECOND, Ns, Role, Sampling, StepCost
 from pddrt.units import PositiveDuration, shown
 from pddrt.workload import Workload
 
@@ -121,20 +123,31 @@ class Scenario(Section):
     instances: dict[Name, Instance]
     pipeline: Pipeline = Pipeline()
     handoff: Handoff = Handoff()
+    anomaly: AnomalyFields | None = None
     workload: Workload
+    router: Router = Router()
     gateway: Gateway = Gateway()
     sampling: SamplingFields = SamplingFields()
     slo: Slo = Slo()
+    scale: Annotated[
+        tuple[Scale, ...], Field(strict=False), Allowed("a list of {at, instances, count}")
+    ] = ()
     deadline: PositiveDuration = 600 * SECOND
-    faults: Faults = ()
+    faults: FaultPlan = ()
 
     _origin: _Origin = PrivateAttr(default_factory=_Origin)
 
     @property
     def gateway_site(self) -> str:
-        return self.gateway.site or next(
-            i.site for i in self.instances.values() if i.role == "prefill"
-        )
+        entries = list(self.instances.values())
+        entries.sort(key=lambda entry: entry.role != "prefill")
+        return self.gateway.site or pipelines.home(self, entries[0])
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the scenario was written; None if it was not."""
+        written = self._origin.written
+        return Path(written.file).parent if written else None
 
     def where(self, path: str) -> str:
         """FILE:LINE of a field (`instances.p0.kv_memory`), or the option that set it."""
@@ -142,20 +155,22 @@ class Scenario(Section):
         return written.where(tuple(path.split("."))) if written else self.name
 
     def sampling_with(self, seed: int) -> Sampling:
-        return Sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, seed)
+        return Sampling(**self.sampling.model_dump(), seed=seed)
 
     def resolved(self, cores: int = 1) -> tuple[ResolvedInstance, ...]:
-        """All instances, in the file's order; `count: N` gives name-0 ... name-(N-1).
+        """All instances that there ever are, in the file's order; where there may be more than one
+        of a group they are name-0 ... name-(N-1).
 
         `cores` are shared out to those whose threads are not given, at least one each, prefill
         first (it is compute-bound). Under the virtual clock steps are computed one at a time, and
         rounding should not depend on the machine: one thread each.
         """
-        entries = list(_expanded(self.instances))
+        entries = list(_expanded(self.instances, self.scale))
         threads = _share(cores if self.clock == "wall" else 1, [entry for _, _, entry in entries])
         return tuple(
             ResolvedInstance(
-                name=name, group=group, role=entry.role, site=entry.site, device=entry.device,
+                name=name, group=group, role=entry.role, site=pipelines.home(self, entry),
+                device=entry.device,
                 threads=count, dtype=entry.dtype or self.dtype,
                 page_tokens=entry.page_tokens or self.page_tokens, chunk_tokens=entry.chunk_tokens,
                 max_batch=entry.max_batch, kv_memory=entry.kv_memory, engine=entry.engine,
@@ -166,24 +181,45 @@ class Scenario(Section):
             for (name, group, entry), count in zip(entries, threads, strict=True)
         )  # fmt: skip
 
+    def changes(self) -> list[tuple[Ns, str, bool]]:
+        """When which instance joins (True) or leaves, in order; who has the highest number goes
+        first.
+        """
+        names: dict[str, list[str]] = {}
+        for name, group, _ in _expanded(self.instances, self.scale):
+            names.setdefault(group, []).append(name)
+        there = {group: entry.count for group, entry in self.instances.items()}
+        found: list[tuple[Ns, str, bool]] = []
+        for event in sorted(self.scale, key=lambda e: e.at):
+            before, after = there[event.instances], event.count
+            of = names.get(event.instances, [])
+            found += [(event.at, name, True) for name in of[before:after]]
+            found += [(event.at, name, False) for name in reversed(of[after:before])]
+            there[event.instances] = after
+        return found
+
     def _charged(self, entry: Instance) -> bool:
         """Whether its steps have no time but what they are charged."""
         return self.clock == "virtual" or entry.engine == "model"
 
     def as_run(self, cores: int = 1) -> Scenario:
         """This scenario with nothing left open: resolving it again, anywhere, changes nothing."""
+        changes = self.changes()
+        first = {name: joins for _, name, joins in reversed(changes)}
         instances = {
             r.name: self.instances[r.group].model_copy(
                 update={
-                    "count": 1, "threads": r.threads, "dtype": r.dtype,
-                    "page_tokens": r.page_tokens,
+                    "count": int(not first.get(r.name, False)), "threads": r.threads,
+                    "dtype": r.dtype, "page_tokens": r.page_tokens,
                     "step_time": f"{MEASURED}{r.profile_copy}" if r.profile else r.step_time,
                 }
             )
             for r in self.resolved(cores)
         }  # fmt: skip
         gateway = self.gateway.model_copy(update={"site": self.gateway_site})
-        return self.model_copy(update={"instances": instances, "gateway": gateway})
+        made = Scale.model_construct
+        scale = tuple(made(at=at, instances=n, count=int(joins)) for at, n, joins in changes)
+        return self.model_copy(update={"instances": instances, "gateway": gateway, "scale": scale})
 
     def dump(self, cores: int = 1) -> str:
         """YAML of the scenario as it is run; loads again to one equal to `as_run(cores)`."""
@@ -211,7 +247,7 @@ def load(
     clock: str | None = None,
 ) -> Scenario:  # fmt: skip
     """The scenario in a file. `overrides` as in `--set a.b=value`. Raises BadInput."""
-    return _checked(document.read(path), overrides, seed, clock)
+    return validated(document.read(path), overrides, seed, clock)
 
 
 def parse(
@@ -219,15 +255,16 @@ def parse(
     clock: str | None = None,
 ) -> Scenario:  # fmt: skip
     """As `load`, of a text. `file_name` is for messages; the default name is made from it."""
-    return _checked(document.parse(text, file_name), overrides, seed, clock)
+    return validated(document.parse(text, file_name), overrides, seed, clock)
 
 
 _STAND_IN = {"workload": {"kind": "closed", "requests": 1, "concurrency": 1, "output_tokens": 1}}
 
 
-def _checked(
+def validated(
     written: Document, overrides: Sequence[str], seed: int | None, clock: str | None
 ) -> Scenario:
+    """As `load`, of a document, which keeps what is laid over it."""
     refused: list[str] = []
     if "name" not in written.data:
         stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(written.file).stem).strip("-_")
@@ -240,19 +277,44 @@ def _checked(
     for option, value in (("seed", seed), ("clock", clock)):
         if value is not None:
             written.put((option,), value, f"--{option}")
-    checked = sections.check(written, Scenario, later=LATER_FIELDS, stand_ins=_STAND_IN)
+    checked = sections.check(written, Scenario, stand_ins=_STAND_IN)
     problems = written.problems + checked.problems
     if checked.model is not None:
+        checked.model._origin = _Origin(written)
         problems += _across(checked.model, checked)
         problems += _profile_problems(checked.model, written)
     if problems or refused:
         raise BadInput(written.lines(problems) + refused)
     assert checked.model is not None
-    checked.model._origin = _Origin(written)
     return checked.model
 
 
 # -- across fields ---------------------------------------------------------------------------------
+
+
+def _scale_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Groups that are not, or are never there; a time without any P or without any MD."""
+    there = {group: entry.count for group, entry in scenario.instances.items()}
+    never = {group for group, n in there.items() if not n} - {e.instances for e in scenario.scale}
+    for group in there:
+        if group in never:
+            text = "found 0, and scale has no more of them; allowed: a whole number from 1"
+            yield Problem(("instances", group, "count"), text)
+    needed = ("prefill", "main")
+    used = {e.role for group, e in scenario.instances.items() if group not in never}
+    events = sorted(enumerate(scenario.scale), key=lambda pair: pair[1].at)
+    for at, event in [(-1, None), *events]:
+        if event is not None and event.instances not in there:
+            text = sections.unknown_name(event.instances, there)
+            yield Problem(("scale", at, "instances"), text)
+            continue
+        if event is not None:
+            there[event.instances] = event.count
+        for role in needed:
+            of = [n for group, n in there.items() if scenario.instances[group].role == role]
+            if role in used and not sum(of):
+                where: Keys = ("instances",) if event is None else ("scale", at, "count")
+                yield Problem(where, f"no instance of role {role} is there then; needed: one")
 
 
 def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]:
@@ -260,10 +322,28 @@ def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]
     if checked.usable("instances", "*", "engine"):
         yield from _engine_problems(scenario)
     yield from _name_problems(scenario)
+    if checked.usable("instances", "*") and checked.usable("scale", "*", "*"):
+        yield from _scale_problems(scenario)
     if checked.usable("instances", "*", "role") and checked.usable("pipeline", "policy"):
-        yield from _role_problems(scenario)
+        yield from pipelines.policy_problems(scenario)
+    if checked.usable("handoff", "mode"):
+        yield from handoffs.policy_problems(scenario)
     if checked.usable("links", "*", "between") and checked.usable("gateway", "site"):
-        yield from _site_problems(scenario)
+        yield from pipelines.site_problems(scenario)
+    if checked.usable("faults") and checked.usable("instances", "*"):
+        yield from faults.problems(scenario.faults, _place(scenario))
+
+
+def _place(scenario: Scenario) -> faults.Place:
+    """What its faults may speak of."""
+    links = {
+        name: ((link.between[0], link.between[1]), link.rate, link.delay)
+        for name, link in scenario.links.items()
+    }
+    sites = [pipelines.home(scenario, entry) for entry in scenario.instances.values()]
+    sites += [site for between, _, _ in links.values() for site in between]
+    names = [name for name, _, _ in _expanded(scenario.instances, scenario.scale)]
+    return faults.Place(names, (GATEWAY, CLIENT), list(dict.fromkeys(sites)), links)
 
 
 def _profile(entry: Instance, written: Document | None) -> Path | None:
@@ -321,11 +401,11 @@ def _engine_problems(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _name_problems(scenario: Scenario) -> Iterator[Problem]:
-    if sum(entry.count for entry in scenario.instances.values()) > MAX_INSTANCES:
+    if sum(1 for _ in _expanded(scenario.instances, scenario.scale)) > MAX_INSTANCES:
         yield Problem(("instances",), f"found more than {MAX_INSTANCES} instances in all")
         return
     taken = {CLIENT: "the client", GATEWAY: "the gateway"}
-    for name, group, _ in _expanded(scenario.instances):
+    for name, group, _ in _expanded(scenario.instances, scenario.scale):
         if name in taken:
             yield Problem(
                 ("instances", group), f"found the name {shown(name)}, taken by {taken[name]}"
@@ -333,87 +413,19 @@ def _name_problems(scenario: Scenario) -> Iterator[Problem]:
         taken[name] = f"instances.{group}"
 
 
-def _role_problems(scenario: Scenario) -> Iterator[Problem]:
-    policy = scenario.pipeline.policy
-    needed: dict[Role, str] = {"prefill": "every policy", "main": "every policy"}
-    if policy == "pdd":
-        needed["relay"] = "policy pdd"
-    present = {entry.role for entry in scenario.instances.values()}
-    for role, why in needed.items():
-        if role not in present:
-            yield Problem(("instances",), f"no instance of role {role}; {why} needs at least one")
-
-
-def _site_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Unknown sites, two links for one path, and paths that are needed and not there."""
-    links: dict[frozenset[str], str] = {}
-    for name, link in scenario.links.items():
-        other = links.setdefault(frozenset(link.between), name)
-        if other != name:
-            text = f"found the sites of link {other} again; allowed: one link between two sites"
-            yield Problem(("links", name, "between"), text)
-    linked = sorted(set().union(*links)) if links else []
-    homes: list[tuple[Keys, str]] = [
-        (("instances", name, "site"), entry.site) for name, entry in scenario.instances.items()
-    ]
-    if scenario.gateway.site is not None:
-        homes.append((("gateway", "site"), scenario.gateway.site))
-    unknown = set()
-    for keys, site in homes:
-        if linked and site not in linked:
-            unknown.add(site)
-            text = f"{sections.unknown_name(site, linked)} (the sites that links join)"
-            yield Problem(keys, text)
-    for a, b, why, inside_too in _needed_paths(scenario):
-        missing = frozenset((a, b)) not in links and (a != b or inside_too)
-        if missing and not unknown & {a, b}:
-            where = f"inside site {a}" if a == b else f"between sites {a} and {b}"
-            yield Problem(("links",), f"no link {where}, which {why} needs; "
-                                      f"declare one with between: [{a}, {b}]")  # fmt: skip
-
-
-def _needed_paths(scenario: Scenario) -> list[tuple[str, str, str, bool]]:
-    """Pairs of sites that must be joined: (a, b, who needs it, whether also where a is b).
-
-    KV needs a declared link even inside a site (its rate is a result); control does not.
-    """
-
-    def of(role: str) -> list[str]:
-        return list(dict.fromkeys(i.site for i in scenario.instances.values() if i.role == role))
-
-    pairs: dict[tuple[str, str], tuple[str, bool]] = {}
-
-    def need(a: str, b: str, why: str, inside_too: bool) -> None:
-        if (b, a) in pairs:
-            a, b = b, a
-        pairs.setdefault((a, b), (why, inside_too))
-
-    relays = of("relay") if scenario.pipeline.policy == "pdd" else []
-    for prefill in of("prefill"):
-        for relay in relays:
-            need(prefill, relay, "KV from prefill to relay", True)
-        for main in of("main"):
-            need(prefill, main, "KV from prefill to main", True)
-    for relay in relays:
-        for main in of("main"):
-            need(relay, main, "the handoff from relay to main", False)
-    home = scenario.gateway.site or next(iter(of("prefill")), None)
-    for site in dict.fromkeys(i.site for i in scenario.instances.values()):
-        if home is not None:
-            need(home, site, "the gateway", False)
-    return [(a, b, why, inside_too) for (a, b), (why, inside_too) in pairs.items()]
-
-
 # -- resolving -------------------------------------------------------------------------------------
 
 
-def _expanded(instances: Mapping[str, Instance]) -> Iterator[tuple[str, str, Instance]]:
-    """(name, entry's name, entry) of each single instance."""
+def _expanded(
+    instances: Mapping[str, Instance], scale: Sequence[Scale]
+) -> Iterator[tuple[str, str, Instance]]:
+    """(name, entry's name, entry) of each single instance that there ever is."""
     for group, entry in instances.items():
-        if entry.count == 1:
+        most = max([entry.count, *(e.count for e in scale if e.instances == group)])
+        if most == 1:
             yield group, group, entry
         else:
-            yield from ((f"{group}-{n}", group, entry) for n in range(entry.count))
+            yield from ((f"{group}-{n}", group, entry) for n in range(most))
 
 
 def _share(cores: int, entries: Sequence[Instance]) -> list[int]:

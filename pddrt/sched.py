@@ -11,8 +11,9 @@ There is no other difference between the roles' steps, which is why one schedule
 Order within a step: single decodes (never delayed by prompts), then extends (somebody waits at a
 handoff), then prompts in order of arrival; up to `max_batch` sequences a step; what runs in the
 background only when nothing else can. `chunk_tokens` bounds what prompts add to a step: a decode
-always fits, and an extend is never cut, since a one-shot handoff is by definition one pass (what it
-costs the others in the batch is the point of comparing it with smaller pieces).
+always fits, and an extend is cut only where its sequence says so (`piece`): a one-shot handoff is
+by definition one pass, and what it costs the others in the batch is the point of comparing it with
+smaller pieces.
 
 `Admission` decides who gets pages, first come first served: a request that does not fit may be
 overtaken by smaller ones behind it, but only `MAX_OVERTAKEN` times, so that it is never starved.
@@ -23,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pddrt.types import Run, Sampling, Span
+from pddrt.messages import Limits, banned
+from pddrt.types import Drawn, Ns, Run, Sampling, Span
 
 MAX_OVERTAKEN = 16
 
@@ -35,7 +37,8 @@ class SequenceState:
 
     Not `active`: holds its pages, but is not stepped. `background`: nobody waits for it, it is
     stepped when nothing else is. `in_step`: a step that is running now computes for it. `sampling`
-    None: no id is ever drawn.
+    None: no id is drawn. `piece`: an extend takes at most so many ids a step. `limits` say what may
+    not be drawn yet. `coming`: the running step will yield its next id.
     """
 
     request: str
@@ -46,6 +49,9 @@ class SequenceState:
     active: bool = True
     background: bool = False
     in_step: bool = False
+    coming: bool = False
+    piece: int | None = None
+    limits: Limits | None = None
 
     @property
     def pending(self) -> int:
@@ -65,14 +71,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step did for one sequence: KV of [start, end) is there, and perhaps the id at
-    `end`.
+    """What a step did for one sequence: KV of [start, end) is there, and perhaps the id at `end`
+    was `drawn`.
     """
 
     request: str
     start: int
     end: int
-    next_id: int | None
+    drawn: Drawn | None
 
 
 class Scheduler:
@@ -113,7 +119,9 @@ class Scheduler:
         ready.sort(key=_urgency)  # stable: arrival order within a kind
         room, spans, counts = self.chunk_tokens, [], [0, 0, 0]
         for sequence in ready[: self.max_batch]:
-            take = min(sequence.pending, room) if _urgency(sequence) == 2 else sequence.pending
+            kind = _urgency(sequence)
+            most = room if kind == PREFILL else sequence.piece or sequence.pending
+            take = min(sequence.pending, most)
             if take <= 0:
                 break
             if self.sequences.get(sequence.request) is not sequence:
@@ -121,41 +129,85 @@ class Scheduler:
             if not self._room(sequence.request, sequence.computed + take):
                 continue
             room -= take
-            counts[_urgency(sequence)] += take
-            spans.append(self._span(sequence, take))
-            sequence.in_step = True
-        return Batch(tuple(spans), counts[2], counts[1], counts[0]) if spans else None
+            counts[kind] += take
+            spans.append(span := self._span(sequence, take))
+            sequence.in_step, sequence.coming = True, span.sampling is not None
+        if not spans:
+            return None
+        return Batch(tuple(spans), counts[PREFILL], counts[EXTEND], counts[DECODE])
 
     def _span(self, sequence: SequenceState, take: int) -> Span:
         start, end = sequence.computed, sequence.computed + take
+        sampling = sequence.sampling if end == len(sequence.ids) else None
+        limits = sequence.limits
         return Span(
             request=sequence.request,
             tokens=tuple(sequence.ids[start:end]),
             start=start,
             runs=self._runs(sequence.request, end),
-            sampling=sequence.sampling if end == len(sequence.ids) else None,
+            sampling=sampling,
+            banned=banned(limits, end) if sampling and limits else frozenset(),
         )
 
-    def apply(self, batch: Batch, next_ids: Sequence[int | None]) -> list[Outcome]:
-        """Books a finished step. One outcome for each span whose sequence is still here."""
+    def apply(self, batch: Batch, made: Sequence[Drawn | None]) -> list[Outcome]:
+        """Books a finished step, which `made` an id for each span that asked for one. One outcome
+        for each span whose sequence is still here.
+        """
         outcomes = []
-        for span, next_id in zip(batch.spans, next_ids, strict=True):
+        for span, drawn in zip(batch.spans, made, strict=True):
             sequence = self.sequences.get(span.request)
             if sequence is None or not sequence.in_step:
                 continue
-            sequence.in_step = False
+            sequence.in_step = sequence.coming = False
             sequence.computed = span.end
-            if next_id is not None:
-                sequence.ids.append(next_id)
-            outcomes.append(Outcome(span.request, span.start, span.end, next_id))
+            if drawn is not None:
+                sequence.ids.append(drawn.token)
+            outcomes.append(Outcome(span.request, span.start, span.end, drawn))
         return outcomes
+
+    def abandon(self, batch: Batch) -> list[str]:
+        """Books a step that failed: nothing was computed. Those of it that are still here."""
+        lost = []
+        for span in batch.spans:
+            sequence = self.sequences.get(span.request)
+            if sequence is not None and sequence.in_step:
+                sequence.in_step = sequence.coming = False
+                lost.append(span.request)
+        return lost
+
+
+DECODE, EXTEND, PREFILL = range(3)
 
 
 def _urgency(sequence: SequenceState) -> int:
-    """0 decode, 1 extend (pending ids are answer), 2 prefill chunk."""
-    if sequence.pending == 1 and sequence.computed >= sequence.prompt_len:
-        return 0
-    return 1 if sequence.computed >= sequence.prompt_len else 2
+    """What its next span is; an extend: the pending ids are answer."""
+    if sequence.computed < sequence.prompt_len:
+        return PREFILL
+    return DECODE if sequence.pending == 1 else EXTEND
+
+
+class Pace:
+    """How long steps take here, learnt from those that were: what a peer may be told.
+
+    `step`: a step of decodes only; `token`: what each further token adds. Both in ns, 0 while
+    unknown; exponentially weighted means, a quarter of each new value.
+    """
+
+    def __init__(self) -> None:
+        self.step: Ns = 0
+        self.token: Ns = 0
+
+    def note(self, batch: Batch, duration: Ns) -> None:
+        """A step with this batch took so long."""
+        more = batch.prefill_tokens + batch.extend_tokens
+        if not more:
+            self.step = _weighted(self.step, duration)
+        elif self.step:
+            self.token = _weighted(self.token, max(0, duration - self.step) // more)
+
+
+def _weighted(mean: Ns, value: Ns) -> Ns:
+    return (3 * mean + value) // 4 if mean else value
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, Tag, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
@@ -38,7 +38,11 @@ MAX_PROBLEMS = 100
 
 
 class Section(BaseModel):
-    """A mapping of the document with known fields."""
+    """A mapping of the document with known fields. `refused`: fields that it does not know, and why
+    not.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -180,6 +184,9 @@ def _explain(detail: ErrorDetails, keys: Keys, model: type[Section], later: Iter
         fields = [
             name for a in annotations_at(model, detail["loc"][:-1]) for name in _field_names(a)
         ]
+        for section in annotations_at(model, detail["loc"][:-1]):
+            if why := getattr(section, "refused", {}).get(keys[-1]):
+                return f"found a field that cannot be had: {why}; allowed: {', '.join(fields)}"
         if ".".join(map(str, keys)) in later:
             return f"{NOT_YET}; allowed here: {', '.join(fields)}"
         return f"found an unknown field{_meant(keys[-1], fields)}; allowed: {', '.join(fields)}"
@@ -232,8 +239,8 @@ def _step(annotation: Any, key: str | int) -> Iterator[Any]:
         yield args[0 if key == "[key]" else 1]
     elif origin in (tuple, list):
         yield args[0]
-    elif _is_section(annotation) and key in annotation.model_fields:
-        yield _hints(annotation)[str(key)]
+    elif _is_section(annotation) and key in (names := _written(annotation)):
+        yield _hints(annotation)[names[str(key)]]
 
 
 def describe(annotation: Any) -> str:
@@ -249,7 +256,7 @@ def describe(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(a) for a in args if a is not type(None)))
     if _is_section(annotation):
-        return f"a mapping of {', '.join(annotation.model_fields)}"
+        return f"a mapping of {', '.join(_written(annotation))}"
     if origin is dict:
         return f"a mapping of names to {describe(args[1])}"
     if origin in (tuple, list):
@@ -270,7 +277,12 @@ def _field_names(annotation: Any) -> list[str]:
         return _field_names(args[0])
     if origin in (Union, types.UnionType):
         return [name for member in args for name in _field_names(member)]
-    return list(annotation.model_fields) if _is_section(annotation) else []
+    return list(_written(annotation)) if _is_section(annotation) else []
+
+
+def _written(section: type[Section]) -> dict[str, str]:
+    """Its fields, by their names in the document: some of these cannot be names in Python."""
+    return {field.alias or name: name for name, field in section.model_fields.items()}
 
 
 def _is_section(annotation: Any) -> bool:

@@ -207,7 +207,9 @@ def _handoff(record: RequestRecord) -> str:
     arrived = f"{kv} of KV were at {main} after {duration(record.whole[main] - record.sent)}"
     if record.gap is None:
         return arrived
-    ids = f"{many(record.handoff_ids, 'id')} handed over"
+    ids, seam = f"{many(record.handoff_ids, 'id')} handed over", record.seam
+    if seam.mode != "one-shot":
+        ids += f" by {seam.mode}" + (f" in {seam.rounds} rounds" if seam.pieces else "")
     return f"{arrived}; {ids}, gap {duration(record.gap)}"
 
 

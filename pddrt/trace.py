@@ -4,7 +4,8 @@ Summary, live text, reports and checkers read events; nothing else is measured t
 small frozen dataclass. `t` is when it happened (ns); fields that end in `_ns` are times or
 durations too, and show in files as seconds with nine decimals under the name ending in `_s`.
 
-No float that came out of a model may enter an event: the file's digest must not depend on rounding.
+No float that came out of a model may enter an event's line: the file's digest must not depend on
+rounding. Such numbers are in fields `beside` the line: listeners have them, files and digest not.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache
 from typing import Any, TextIO
 
-from pddrt.types import SECOND, Ns
+from pddrt.types import SECOND, Logprobs, Ns, Sampling
+
+BESIDE = {"beside": True}
+
+
+def beside(default: Any) -> Any:
+    """A field of an event that is not in its line."""
+    return field(default=default, metadata=BESIDE)
+
 
 PageRanges = tuple[tuple[int, int], ...]
 
@@ -45,23 +54,84 @@ class InstanceStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceCrashed(Event):
+    """An instance stopped, without a word to anybody: its requests are gone, and unless it has
+    `kept` it, so is all that was in its memory. What it does is not told any more until it starts
+    again.
+    """
+
+    instance: str
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReturned(Event):
+    """An instance that had crashed answers again, with the prefix cache it had."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLeft(Event):
+    """An instance has left in peace: nothing ran there any more, and its memory is gone."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinkRate(Event):
-    """From now on both directions of a link carry `rate` bytes/s (None: unlimited)."""
+    """From now on both directions of a link carry `rate` bytes/s (None: unlimited); with `one_way`
+    only that from the first site to the second.
+    """
 
     link: str
     between: tuple[str, str]
     rate: int | None
+    one_way: bool = False
+
+
+# What a scenario's faults did. `fault`: its place in the list, from 0; `firing`: 1 the first time.
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected(Event):
+    """A fault takes effect now: `what` it does to whom."""
+
+    fault: int
+    firing: int
+    do: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultEnded(Event):
+    """What it did is undone."""
+
+    fault: int
+    firing: int
+    do: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultMissed(Event):
+    """Its moment came, and there was nothing for it to act on."""
+
+    fault: int
+    firing: int
+    do: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSent(Event):
-    """The client's stamp: TTFT counts from here. `sampling`: temperature, top-k, top-p, seed."""
+    """The client's stamp: TTFT counts from here. `sampling`: see `types.Sampling`, in its order."""
 
     request: str
     session: int
     turn: int
     prompt: str
-    sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
+    sampling: tuple[Any, ...] = astuple(Sampling())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +148,7 @@ class Routed(Event):
 
     request: str
     pipeline: str
-    prefill: str
+    prefill: str | None
     relay: str | None
     main: str | None
     prompt_tokens: int
@@ -224,6 +294,14 @@ class Step(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepFailed(Event):
+    """A forward pass did not return: nothing that it was to write is there."""
+
+    instance: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVSent(Event):
     """`src` read the KV of [start, end) and hands it to a stream to `dst`."""
 
@@ -263,6 +341,58 @@ class TransferCancelled(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSampled(Event):
+    """When the prompt of a request was known: how many of its tokens each role held, the best of
+    its instances, from the first on.
+    """
+
+    request: str
+    prompt_tokens: int
+    prefill: int
+    relay: int
+    main: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spared(Event):
+    """The gateway expects the relay to end this request: its main decoder, which lacks `lacking`
+    tokens of the prompt, is not sent them (`how`: held), or not the rest of them (cut). `bytes`:
+    what need not cross; `expected`: tokens of the answer.
+    """
+
+    request: str
+    how: str
+    expected: int
+    lacking: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """It was not to be spared: the answer has `made` tokens and goes on, or it had crossed."""
+
+    request: str
+    made: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTook(Event):
+    """The gateway learned that KV has crossed to a main decoder: `bytes`, and how long the path was
+    what it waited for, with its delay. `expected_ns`: what was thought when the request was routed
+    (None: that nothing moves); `rate`: what the path is now thought to carry, in bytes/s.
+    """
+
+    request: str
+    src: str
+    dst: str
+    bytes: int
+    took_ns: Ns
+    expected_ns: Ns | None
+    rate: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokensMade(Event):
     """An instance made the ids of positions [start, end)."""
 
@@ -284,24 +414,77 @@ class MainReady(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffSent(Event):
-    """The relay sent ids of [start, end); with `last` it stops decoding and frees the request."""
+class HandoffBegan(Event):
+    """The relay's handoff policy was first asked, with `lacking` ids that the main decoder has not.
+
+    `decision`: finish, piece or follow. `expected`: the ids that catch-up is expected not to get
+    below (see `policy.handoff.equilibrium`); None where nobody knows, or it would not converge.
+    """
 
     request: str
     relay: str
     main: str
+    policy: str
+    lacking: int
+    decision: str
+    expected: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSent(Event):
+    """Ids of [start, end) went to the main decoder, in a frame of `bytes`. With `last` the relay
+    stops decoding and frees the request, for that `reason`. With `follows` both decode, and `src`
+    is the gateway, else the relay.
+    """
+
+    request: str
+    src: str
+    main: str
     start: int
     end: int
     last: bool
+    bytes: int
+    reason: str = ""
+    follows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCaughtUp(Event):
+    """The relay learnt that the main decoder has the KV of a piece, up to `end`; it has made ids up
+    to `made` (one that a running step will yield among them).
+    """
+
+    request: str
+    relay: str
+    end: int
+    made: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded(Event):
+    """The relay stopped decoding where both did, after [.., end): `reason` is the bound, or that
+    the main decoder is first.
+    """
+
+    request: str
+    relay: str
+    end: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffTaken(Event):
-    """The main decoder has all ids and will extend over `extend_tokens` of them."""
+    """The main decoder knows the ids before `end` and will extend over `extend_tokens` of them;
+    with `decodes` it goes on by itself from there. It gave up `back` ids of its own, where both
+    decode and these were not what the gateway passed on.
+    """
 
     request: str
     main: str
     extend_tokens: int
+    end: int
+    decodes: bool
+    back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +498,7 @@ class Released(Event):
 @dataclass(frozen=True, slots=True)
 class TokensReceived(Event):
     """The client got positions [start, end), counted from the first output token, made by
-    `source`.
+    `source`. `text` is what can be shown with them, `logprobs` what was asked to be told of each.
     """
 
     request: str
@@ -324,6 +507,7 @@ class TokensReceived(Event):
     source: str
     ids: tuple[int, ...]
     text: str
+    logprobs: tuple[Logprobs | None, ...] = beside(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +580,7 @@ def dumps(value: Any) -> str:
 @cache
 def _form(kind: Any) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
     """How events of a class begin; for each field its name, its key, and whether it is a time."""
-    names = [f.name for f in fields(kind) if f.name != "t"]
+    names = [f.name for f in fields(kind) if f.name != "t" and f.metadata != BESIDE]
     timed = [name.endswith("_ns") for name in names]
     keys = [name[:-3] + "_s" if time else name for name, time in zip(names, timed, strict=True)]
     texts = [f',"{key}":' for key in keys]

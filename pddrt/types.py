@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Ns = int
 
@@ -28,19 +28,44 @@ LETTER: dict[str, Letter] = {"prefill": "P", "relay": "R", "main": "M"}
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+EIGHT_BIT = "int8"
+"""KV on the wire in 8 bits a number: of each token and head a float32 scale, then its numbers as
+int8, number = scale * int8. No instance holds KV in this form.
+"""
+SCALE_BYTES = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next id is chosen.
+    """What a request asks of its answer: how ids are drawn, what ends it, what is told of them.
 
     `temperature` 0 is greedy. Otherwise Gumbel-max over logits / temperature, after top-k (0: off)
     and top-p (1: off), with noise keyed by (`seed`, position, token id): the same draw on every
     instance, whatever else is in the batch.
+
+    `min_tokens`, `ignore_eos` and `stop_ids` are explained at `messages.Limits`. `stop` are strings
+    that end the answer's text; only the gateway knows text. `logprobs`: with each id its
+    log-probability and the so many most probable ids; None: neither.
+
+    Everything here holds for a position by itself, whoever computes it: that is why it survives a
+    handoff. What needs a memory of its own (penalties, grammars) has no place here.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Sampling:
+        """Inverse of `dataclasses.astuple`, also where tuples have become lists on the way."""
+        plain: list[Any] = [tuple(v) if isinstance(v, list) else v for v in values]
+        return cls(*plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +85,11 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token over all layers, in bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        if self.dtype == EIGHT_BIT:
+            head = SCALE_BYTES + self.head_dim
+        else:
+            head = self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.layers * self.kv_heads * head
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +108,7 @@ class Span:
 
     `runs` are the slots of positions [0, start + len(tokens)): KV of [0, start) is there already,
     the step writes the rest. `sampling` is None where no next id is wanted (a chunk that does not
-    end the prompt); otherwise the step yields the id at position `end`.
+    end the prompt); otherwise the step yields the id at position `end`, none of the `banned`.
     """
 
     request: str
@@ -87,10 +116,32 @@ class Span:
     start: int
     runs: tuple[Run, ...]
     sampling: Sampling | None
+    banned: frozenset[int] = frozenset()
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What the model made of one position: natural logarithms of probabilities.
+
+    By the softmax of the raw logits: before temperature, cuts and bans, as vLLM reports them unless
+    told otherwise. `drawn` is that of the id that was drawn, `best` are the most probable ids with
+    theirs, best first; the lower id first among equals.
+    """
+
+    drawn: float
+    best: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The id that a step yields for a span, and what was asked to be told of it."""
+
+    token: int
+    logprobs: Logprobs | None = None
 
 
 StepCost = Callable[[Sequence[Span]], Ns]

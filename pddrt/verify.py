@@ -35,6 +35,9 @@ near tie if the edge is near, and different if it is not, whatever the noise say
 
 Where the instances of a request differ in dtype, the coarsest is the reference's and the bound's.
 
+**Bans.** Ids that may not be drawn at a position (see `messages.banned`) are taken out of the
+logits first, as the engine does; one that was emitted all the same is different.
+
 Left out: whether the answer ended where it should (see the invariants).
 """
 
@@ -42,14 +45,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pddrt.engine.sampling import draw, gumbel_noise
+from pddrt.engine.sampling import allowed, draw, gumbel_noise
+from pddrt.messages import Limits, banned
 from pddrt.metrics import RequestRecord
 from pddrt.types import Sampling
 
@@ -124,14 +128,19 @@ def judge(
     output: Sequence[int],
     sampling: Sampling,
     eps: float,
+    ends: frozenset[int] = frozenset(),
 ) -> Parity:
-    """Judges every id of `output`, the answer to `prompt`; neither may be empty."""
+    """Judges every id of `output`, the answer to `prompt`; neither may be empty. `ends`: the
+    model's ids of the end of sequence.
+    """
     assert prompt, "an answer to nothing"
     assert output, "nothing to judge"
+    limits = Limits.of(len(prompt), len(output), ends, sampling)
     rows = (row for block in reference([*prompt, *output], len(prompt)) for row in block)
     found = []
     for at, (token, row) in enumerate(zip(output, rows, strict=True)):
-        divergence = diverges(row, token, sampling, len(prompt) + at, eps)
+        position = len(prompt) + at
+        divergence = diverges(row, token, sampling, position, eps, banned(limits, position))
         if divergence is not None:
             found.append(Divergence(at, *divergence))
     different = [d for d in found if d.different]
@@ -150,16 +159,23 @@ def judge(
 
 
 def diverges(
-    row: Logits, token: int, sampling: Sampling, position: int, eps: float
+    row: Logits,
+    token: int,
+    sampling: Sampling,
+    position: int,
+    eps: float,
+    never: Collection[int] = (),
 ) -> tuple[float, float] | None:
-    """None where `token` is what the sampler picks from `row`; else its deficit and the bound."""
-    if not 0 <= token < len(row) or not math.isfinite(row.max()):
+    """None where `token` is what the sampler picks from `row`, but for what it may `never` pick;
+    else its deficit and the bound.
+    """
+    if not 0 <= token < len(row) or token in never or not math.isfinite(row.max()):
         return math.inf, 0.0
-    if draw(row, sampling, position) == token:
+    if draw(row, sampling, position, never) == token:
         return None
     scores: NDArray[np.float64] = row.astype(np.float64)
     bound = NEAR * eps * float(np.abs(scores[np.isfinite(scores)]).max())
-    return _deficit(scores, token, sampling, position, bound), bound
+    return _deficit(allowed(scores, never), token, sampling, position, bound), bound
 
 
 def _deficit(
@@ -245,17 +261,19 @@ def verify(
     dtypes: Mapping[str, str],
     reference: Callable[[str], Reference],
     progress: Callable[[str, float], None] | None = None,
+    ends: frozenset[int] = frozenset(),
 ) -> str:
     """Judges each request with an answer and keeps the verdict in its `parity`.
 
     `dtypes` are those of the instances, `reference(dtype)` is the pass in that dtype.
-    `progress(stage, share done)` is called before each. Returns what is wrong, "" if nothing is.
+    `progress(stage, share done)` is called before each, `ends` are the model's ids of the end of
+    sequence. Returns what is wrong, "" if nothing is.
     """
 
     def judged(r: RequestRecord) -> Parity:
         parts = (r.prefill, r.relay, r.main)
         dtype = max((dtypes[part] for part in parts if part is not None), key=EPS.__getitem__)
-        return judge(reference(dtype), r.prompt_ids, r.ids, r.sampling, EPS[dtype])
+        return judge(reference(dtype), r.prompt_ids, r.ids, r.sampling, EPS[dtype], ends)
 
     return _judge_all(requests, judged, progress)
 

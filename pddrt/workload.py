@@ -33,7 +33,7 @@ from pddrt import traces
 from pddrt.errors import BadInput
 from pddrt.hitrate import INTERVALS, Deck, apportion, interval
 from pddrt.prompts import CountTokens, Framing, Writer, estimate
-from pddrt.types import SECOND, Ns
+from pddrt.types import SECOND, Ns, Sampling
 from pddrt.workload_fields import (
     HIT_RATES,
     Closed,
@@ -79,6 +79,7 @@ class Turn:
 
     `answer` goes into the history in place of the model's answer; None: the model's own does.
     `ids` is the whole prompt as it is, in place of system prompt, history, text and template.
+    `sampling` is this request's own, seed included; None: the run's, with a seed of its own.
     """
 
     text: str
@@ -88,6 +89,7 @@ class Turn:
     ids: tuple[int, ...] | None = None
     context: Context = "follow"
     expected: Expected | None = None
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)

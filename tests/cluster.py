@@ -10,16 +10,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from pddrt.deployment import Deployment, Rules
+from pddrt.deployment import Change, Deployment, Rules
 from pddrt.engine.base import Engine
 from pddrt.engine.model import ModelEngine
 from pddrt.engine.tokens import ByteTokenizer
 from pddrt.env import Env, VirtualEnv
 from pddrt.errors import RunFailed
+from pddrt.faults import Fault
+from pddrt.injector import Injector, faulty_engines, local_clocks
 from pddrt.invariants import Monitor, Violation
 from pddrt.metrics import Recorder, RequestRecord
 from pddrt.netem.net import LinkSpec, Topology
 from pddrt.netem.simnet import SimNet
+from pddrt.policy.anomaly import Anomaly
+from pddrt.policy.handoff import OneShot
+from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Pdd, Policy
 from pddrt.roles.node import InstanceSpec
 from pddrt.simloop import SimLoop
@@ -53,6 +58,8 @@ class Cluster:
     page_sizes: dict[str, int] = field(default_factory=dict)
     """Of instances that differ from the others; their memory is as large."""
     pages: int = 64
+    pages_of: dict[str, int] = field(default_factory=dict)
+    """Of instances that have more or fewer."""
     chunk_tokens: int = 32
     max_batch: int = 16
     fabric: int | None = 1_000_000_000
@@ -66,12 +73,25 @@ class Cluster:
     sampling: Sampling = field(default_factory=Sampling)
     stream_while_computing: bool = True
     early_first_token: bool = False
+    eight_bit_wan: bool = False
+    handoff: HandoffPolicy = field(default_factory=OneShot)
+    piece: int | None = 32
+    main_site: str = "b"
     seed: int = 1
     shuffle: int | None = None
     layouts: dict[str, KVLayout] = field(default_factory=dict)
     gateway_site: str = "a"
     caching: bool = True
+    relay_cost: Callable[[Sequence[Span]], Ns] = cost
     main_cost: Callable[[Sequence[Span]], Ns] = cost
+    main_engine: type[ModelEngine] = ModelEngine
+
+    signal_age: Ns = 50 * MS
+    max_transfers: int = 8
+    handshake: Ns = 10 * SECOND
+    anomaly: Anomaly | None = None
+    changes: Sequence[Change] = ()
+    plan: Sequence[Fault] = ()
 
     def specs(self) -> list[InstanceSpec]:
         counts = {
@@ -84,7 +104,7 @@ class Cluster:
                 f"{stem}{i}",
                 role,  # type: ignore[arg-type]
                 size := self.page_sizes.get(f"{stem}{i}", self.page_tokens),
-                self.pages * self.page_tokens // size,
+                self.pages_of.get(f"{stem}{i}", self.pages) * self.page_tokens // size,
                 self.chunk_tokens,
                 self.max_batch,
                 self.caching,
@@ -95,17 +115,18 @@ class Cluster:
         ]
 
     def engine(self, env: Env, spec: InstanceSpec) -> Engine:
-        return ModelEngine(
+        kind = self.main_engine if spec.role == "main" else ModelEngine
+        return kind(
             env,
             self.layouts.get(spec.name, LAYOUT),
             spec.kv_tokens,
             vocab=VOCAB,
             max_context=4096,
-            step_cost=self.main_cost if spec.role == "main" else cost,
+            step_cost={"relay": self.relay_cost, "main": self.main_cost}.get(spec.role, cost),
         )
 
     def topology(self) -> Topology:
-        sites = {s.name: "b" if s.role == "main" else "a" for s in self.specs()}
+        sites = {s.name: self.main_site if s.role == "main" else "a" for s in self.specs()}
         sites |= {"gateway": self.gateway_site, "client": self.gateway_site, "stranger": "a"}
         return Topology(
             sites,
@@ -136,6 +157,8 @@ class Cluster:
         trace.listen(monitor)
         topology = self.topology()
         engines = {s.name: self.engine(env, s) for s in specs}
+        engines = faulty_engines(env, self.plan, engines)
+        clocks = local_clocks(env, self.plan)
         rules = Rules(
             self.policy,
             self.eos_ids,
@@ -143,18 +166,29 @@ class Cluster:
             self.sampling,
             self.stream_while_computing,
             self.early_first_token,
+            self.eight_bit_wan,
+            handoff=self.handoff,
+            piece=self.piece,
+            signal_age=self.signal_age,
+            max_transfers=self.max_transfers,
+            handshake=self.handshake,
+            anomaly=self.anomaly,
         )
         net = SimNet(env, topology)
-        deployment = Deployment(env, net, topology, rules, ByteTokenizer(), specs, engines)
+        tokenizer, changes = ByteTokenizer(), self.changes
+        deployment = Deployment(
+            env, net, topology, rules, tokenizer, specs, engines, clocks, changes
+        )
+        play = Injector(deployment, self.plan).play if self.plan else deployment.play
 
         async def work() -> None:
             await deployment.start()
             if during is not None:
                 beside = env.spawn(_none(during(deployment)), "beside")
-                await deployment.play(sessions)
+                await play(sessions)
                 await beside
             else:
-                await deployment.play(sessions)
+                await play(sessions)
 
         try:
             await env.run_or_fail(work())
@@ -227,7 +261,7 @@ def oracle(prompt: Sequence[int], max_tokens: int) -> list[int]:
         while len(ids) < len(prompt) + max_tokens:
             span = Span("x", tuple(ids[start:]), start, (Run(0, len(ids)),), Sampling())
             start = len(ids)
-            ids.extend(t for t in await engine.step([span]) if t is not None)
+            ids.extend(one.token for one in await engine.step([span]) if one is not None)
         return ids[len(prompt) :]
 
     with asyncio.Runner(loop_factory=SimLoop) as runner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pddrt.types import Run, Sampling, Span
+from pddrt.types import Drawn, Run, Sampling, Span
 
 GREEDY = Sampling()
 
@@ -28,3 +28,10 @@ def span(
 ) -> Span:
     """The step that computes ids[start:end]; `runs` may reach further."""
     return Span("r", tuple(ids[start:end]), start, head(runs, end), sampling)
+
+
+def tokens(made: Sequence[Drawn | None]) -> list[int]:
+    """The ids of a step that yields one for each of its spans."""
+    drawn = [one.token for one in made if one is not None]
+    assert len(drawn) == len(made), "a span without an id"
+    return drawn

@@ -36,6 +36,8 @@ instances:
   rld: {role: relay,   site: a, count: 2, kv_memory: 1 MiB, chip: *c}
   md:  {role: main,    site: b, count: 3, kv_memory: 1 MiB, chip: *c}
 pipeline: {policy: pdd, relay_above: 40 ms}
+anomaly: {input_above: 50, output_below: 12, share: 30 %, guess: session}
+scale: [{at: 200 ms, instances: md, count: 2}, {at: 450 ms, instances: md, count: 3}, {at: 300 ms, instances: p, count: 1}]
 sampling: {temperature: 0.8, top_p: 0.95}
 workload: {kind: sessions, sessions: 6, turns: {min: 1, max: 3}, rate: 20/s, think: 100 ms, output_tokens: 16,
            prompts: random, prompt_tokens: {min: 20, max: 200}, system: {tokens: 60}}

@@ -7,9 +7,20 @@ F3   a peer that never answers                    test_failures.test_F3_a_sender
 F4   the client drops after prefill               test_roles.test_a_cancel_at_any_time_gives_everything_back
 F7   pages leak behind a prefix that was there    test_radix.test_f7_a_prefix_that_was_there_already_leaks_no_page
                                                   test_caching.test_a_cancelled_request_leaves_what_was_cached_sound
+F8   one broken stream is no dead peer            test_roles.test_an_instance_is_looked_for_until_it_is_found_again
+                                                  test_faults.test_an_instance_that_crashes_serves_again_when_it_is_back
+F9   cancel reaches everybody                     test_failures.test_F9_a_cancel_reaches_every_role_and_stream_and_what_is_behind_goes_on
+                                                  test_roles.test_a_waiting_request_that_is_cancelled_lets_those_behind_it_pass
 F11  prefill aborts                               test_failures.test_F11_a_prefill_that_aborts_tells_its_decoders
+F13  a peer that dies during the handshake        test_failures.test_F13_who_does_not_answer_an_offer_is_given_up_by_name
+F14  no hold-and-wait over the three pools        test_failures.test_F14_pools_that_fit_one_request_each_serve_all
+                                                  test_roles.test_main_is_offered_what_the_relay_has_admitted
+F16  queueing is no silence                       test_failures.test_F16_a_long_queue_times_nobody_out
 F18  any partition, each position once            test_protocol.test_kv_is_taken_in_any_partition_and_order
                                                   test_protocol.test_a_range_that_comes_twice_or_lies_outside_is_refused
+F20  nobody to decode                             test_pipelines.test_F20_without_a_main_decoder_requests_fail_at_once_by_name
+                                                  test_pipelines.test_F20_without_a_main_decoder_requests_finish_where_a_policy_allows_it
+                                                  test_router.test_a_group_that_is_left_by_all_of_a_role_refuses_by_name
 F21  sent before it was computed                  test_roles.test_nothing_is_sent_before_its_step_has_ended
 F22  initialised after KV had come                test_failures.test_F22_an_engine_that_starts_late_wipes_no_kv
 F24  another dtype, page size or layout           test_roles.test_a_main_that_cannot_take_the_kv_refuses_by_name
@@ -27,6 +38,9 @@ F30  near ties                                    test_verify.test_whatever_roun
 F32  max_tokens 1                                 test_roles.test_very_short_answers_end_where_they_end
                                                   test_roles.test_one_token_after_a_prompt_that_fills_its_pages
 F33  end of sequence as the first token           test_roles.test_end_of_sequence_ends_the_answer_wherever_it_falls
+F34  a stop string across the handoff             test_answers.test_F34_a_stop_string_across_the_switch_ends_the_answer
+                                                  test_finish.test_F34_any_frames_in_any_order_give_the_text_and_end_of_the_whole
+F36  log-probabilities of the first token         test_answers.test_F36_the_first_token_comes_with_its_log_probabilities
 F38  sampler state at the handoff                 test_failures.test_F38_every_maker_draws_with_the_requests_own_seed
                                                   test_engine.test_a_draw_is_the_same_alone_in_a_batch_on_another_engine_and_after_a_handoff
 F39  a token doubled or lost at the seam          test_failures.test_F39_ids_that_come_twice_or_out_of_order_are_one_stream
@@ -34,11 +48,16 @@ F41  a preempted decoder                          test_roles.test_the_last_to_co
 F42  bound to its prefill instance and epoch      test_failures.test_F42_nobody_but_its_own_prefill_instance_speaks_for_a_request
 F43  TTFT stamped once, legs add up               test_failures.test_F43_preemption_stamps_no_leg_again
                                                   test_roles.test_the_legs_of_ttft_add_up
+F45  affinity herds all traffic                   test_router.test_F45_a_common_prefix_does_not_draw_all_traffic
+                                                  test_router.test_requests_within_one_signals_age_spread_out
+F46  many transfers at once                       test_router.test_F46_so_many_transfers_at_once_and_the_last_gets_its_share
+F47  what is cached does not count                test_route.test_F47_what_counts_is_what_main_lacks_and_never_the_whole_prompt
 """  # noqa: E501
 
 from __future__ import annotations
 
 import re
+from dataclasses import astuple
 from importlib import import_module
 from typing import Any
 
@@ -50,11 +69,13 @@ from pddrt.engine.model import NEVER, ModelEngine
 from pddrt.engine.model import oracle as judge
 from pddrt.engine.tokens import ByteTokenizer
 from pddrt.frames import pack_ids
-from pddrt.policy.route import Naive
-from pddrt.protocol import Manifest, prompt_digest
+from pddrt.messages import Manifest, chain, prompt_digest
+from pddrt.policy.anomaly import Anomaly
+from pddrt.policy.route import Naive, Pdd
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import LEASE_GRACE
 from pddrt.types import MS, SECOND, Sampling
+from pddrt.workload import Session, Turn
 
 from .cluster import LAYOUT, VOCAB, Cluster, Played, many, one, oracle
 
@@ -62,12 +83,17 @@ TEXT = "p" * 200
 IDS = ByteTokenizer().chat(TEXT)
 
 TABLE = re.findall(r"(test_\w+)\.(test_\w+)", __doc__ or "")
-WANTED = (1, 3, 4, 7, 11, 18, 21, 22, 24, 25, 26, 28, 29, 30, 32, 33, 38, 39, 41, 42, 43)
+WANTED = (
+    *(1, 3, 4, 7, 8, 9, 11, 13, 14, 16, 18, 20, 21, 22, 24, 25, 26, 28, 29, 30, 32, 33, 34, 36, 38),
+    *(39, 41, 42, 43, 45, 46, 47),
+)
 
 
 def test_the_table_names_tests_that_exist() -> None:
     kinds = [int(n) for n in re.findall(r"^F(\d+) ", __doc__ or "", re.M)]
     assert tuple(kinds) == WANTED
+    named = re.findall(r"^F\d+ .*\S +test_\w+\.test_\w+$", __doc__ or "", re.M)
+    assert len(named) == len(kinds), "each kind has a test"
     for module, test in TABLE:
         assert callable(getattr(import_module(f"tests.{module}"), test, None)), f"{module}.{test}"
 
@@ -102,7 +128,8 @@ def test_F1_kv_of_another_epoch_is_never_served() -> None:
         await deployment.env.sleep(5 * MS)
         p0 = instance(deployment, "p0")
         p0.post("rld0", "kv", KV, request="ghost", epoch=98, start=0, end=40)
-        p0.post("rld0", "first", request="ghost", epoch=98, position=40, id=5)
+        first = {"position": 40, "id": 5, "logprobs": None}
+        p0.post("rld0", "first", request="ghost", epoch=98, **first)
         await deployment.env.sleep(5 * MS)
         p0.post("rld0", "withdraw", request="ghost", epoch=99)
 
@@ -132,7 +159,7 @@ def test_F3_a_receiver_that_never_answers_strands_no_pages(monkeypatch: pytest.M
 
     async def ask(deployment: Deployment) -> None:
         fields = {"request": "ghost", "relay": None, "main": "md0", "max_tokens": 5}
-        fields |= {"sampling": [0.0, 0, 1.0, 0], "lease_ns": 3 * SECOND}
+        fields |= {"sampling": astuple(Sampling()), "lease_ns": 3 * SECOND, "held": False}
         deployment.gateway.post("p0", "prefill", pack_ids(range(40)), **fields)
 
     played = Cluster(deadline=2 * SECOND).play([one(TEXT, 20)], during=ask)
@@ -140,6 +167,101 @@ def test_F3_a_receiver_that_never_answers_strands_no_pages(monkeypatch: pytest.M
     (came,), (went,) = events(played, ev.Admitted, "ghost"), events(played, ev.Freed, "ghost")
     assert 0 <= went.t - came.t - 3 * SECOND < 10 * MS
     assert played.records[0].detail == "deadline exceeded"
+
+
+STEP: int = 6 * MS
+"""No step of these tests takes longer."""
+
+
+@pytest.mark.parametrize("after", [5, 25, 60, 200, 800])
+def test_F9_a_cancel_reaches_every_role_and_stream_and_what_is_behind_goes_on(after: int) -> None:
+    """While it computes, sends to both, decodes on RLD. Behind it waits a request for P's pages,
+    which the first held for a second; once that is cancelled it is as fast as if it were alone.
+    """
+    when: list[int] = []
+
+    async def cancel(deployment: Deployment) -> None:
+        await deployment.env.sleep(after * MS)
+        when.append(deployment.env.now())
+        deployment.client.post("gateway", "cancel", request="s0.0")
+
+    cluster = Cluster(policy=Pdd(0), rate=200_000, max_transfers=1, pages_of={"p0": 14})
+    first, second = one(TEXT, 700), Session(1, 2 * MS, (Turn("q" * 200, 40, 0),))
+    (alone,) = cluster.play([second]).records
+    played = cluster.play([first, second], during=cancel)
+    played.assert_sound()
+    cancelled, behind = played.records
+    assert cancelled.detail == "cancelled by the client"
+    freed = events(played, ev.Freed, "s0.0")
+    assert {e.instance for e in freed} == set(cancelled.admitted)
+    assert all(when[0] < e.t <= when[0] + STEP + cluster.delay for e in freed)
+    sent = {e.dst for e in events(played, ev.KVSent, "s0.0")}
+    late = [e for e in events(played, ev.KVReceived, "s0.0") if e.t > when[0] + cluster.delay]
+    assert not late, "what had not left was dropped"
+    assert sent <= {"rld0", "md0"}
+    assert behind.ids == oracle(behind.prompt_ids, 40)
+    assert behind.admitted["p0"] <= when[0] + STEP
+    for instance, least in (("rld0", STEP), ("md0", STEP)):
+        takes = behind.whole[instance] - behind.admitted["p0"]
+        assert takes <= alone.whole[instance] - alone.admitted["p0"] + least
+
+
+@pytest.mark.parametrize("silent", ["rld0", "md0"])
+def test_F13_who_does_not_answer_an_offer_is_given_up_by_name(silent: str) -> None:
+    """Its stream is open, and it says nothing. The deadline of the request is ten minutes."""
+
+    async def hush(deployment: Deployment) -> None:
+        deployment.instance(silent).on_offer = lambda conn, frame: None  # type: ignore[attr-defined]
+
+    played = Cluster(policy=Pdd(0), handshake=SECOND).play([one(TEXT, 700)], during=hush)
+    played.assert_sound()
+    (r,) = played.records
+    assert r.finish_reason == "aborted"
+    assert r.detail == f"{silent} has not answered an offer in 1 s"
+    assert SECOND <= (r.finished or 0) - (r.routed or 0) < SECOND + 100 * MS
+
+
+def test_F16_a_long_queue_times_nobody_out() -> None:
+    """Twenty requests wait for MD's memory, which one fills: longer than the handshake and than
+    MD's lease, which are for who is silent, and for who holds memory.
+    """
+
+    async def shorten(deployment: Deployment) -> None:
+        decoder = deployment.instance("md0")
+        assert isinstance(decoder, Decoder)
+        decoder.lease = SECOND
+
+    cluster = Cluster(policy=Naive(), pages=400, pages_of={"md0": 15}, handshake=200 * MS)
+    played = cluster.play(many(20, 200, 30), during=shorten)
+    played.assert_sound()
+    waits = [r.admitted["md0"] - r.admitted["p0"] for r in played.records]
+    assert max(waits) > 2 * SECOND
+    assert all(r.finish_reason == "length" for r in played.records)
+
+
+@pytest.mark.parametrize("roomy", [(), ("p0", "p1"), ("rld0",), ("md0",), ("p0", "p1", "rld0")])
+@pytest.mark.parametrize("kind", ["relayed", "mixed", "resumed"])
+def test_F14_pools_that_fit_one_request_each_serve_all(roomy: tuple[str, ...], kind: str) -> None:
+    """Two P, one RLD, one MD, one transfer at a time; some fit three, so that the others are
+    short of what those wait for. Whoever waits for a pool holds none further down.
+    """
+    names = ("p0", "p1", "rld0", "md0")
+    cluster = Cluster(
+        prefills=2,
+        max_transfers=1,
+        policy=Pdd(0, "wait") if kind != "mixed" else Pdd(0, "p-md"),
+        pages_of={name: 14 * (3 if name in roomy else 1) for name in names},
+        anomaly=Anomaly(0, 5, share=1.0, guess="session") if kind == "resumed" else None,
+    )
+    turns = Turn("a" * 20, 3, 0), Turn("b" * 150, 25, 0)
+    sessions = [Session(i, i * 15 * MS, turns) for i in range(10)]
+    played = cluster.play(sessions if kind == "resumed" else many(10, 190, 20, every=15 * MS))
+    played.assert_sound()
+    assert any(isinstance(e, ev.Resumed) for e in played.trace.events) == (kind == "resumed")
+    for r in played.records:
+        assert r.finish_reason == "length", r.detail
+        way = [r.admitted[name] for name in (r.prefill, r.relay, r.main) if name in r.admitted]
+        assert way == sorted(way)
 
 
 @pytest.mark.parametrize("after", [30, 60, 100])
@@ -201,11 +323,12 @@ def test_F39_ids_that_come_twice_or_out_of_order_are_one_stream() -> None:
         rld = instance(deployment, "rld0")
         for _ in range(20):
             await deployment.env.sleep(15 * MS)
-            made = len(deployment.gateway._streams["s0.0"].ids) - len(IDS)
+            made = len(deployment.gateway._streams["s0.0"].answer.made)
             for at in reversed(range(made)):
                 ids = pack_ids(answer[at : at + 3] if at + 3 <= made else answer[at:made])
                 about = {"request": "s0.0", "start": len(IDS) + at, "source": "R"}
-                rld.post("gateway", "tokens", ids, **about)
+                follows = {"after": chain(answer[:at]), "logprobs": None}
+                rld.post("gateway", "tokens", ids, **about, **follows)
 
     played = Cluster().play([one(TEXT, 120)], during=repeat)
     played.assert_sound()
@@ -218,7 +341,7 @@ def test_F39_ids_that_come_twice_or_out_of_order_are_one_stream() -> None:
 def test_F42_nobody_but_its_own_prefill_instance_speaks_for_a_request(kind: str) -> None:
     """KV that another one has, of the right epoch even, is none of this request's."""
     about: dict[str, Any] = {"kv": {"start": 199, "end": 200}, "withdraw": {}}.get(
-        kind, {"position": 200, "id": 5}
+        kind, {"position": 200, "id": 5, "logprobs": None}
     )
 
     async def intrude(deployment: Deployment) -> None:

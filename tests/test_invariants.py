@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ import pytest
 from pddrt import trace as ev
 from pddrt.deployment import Deployment
 from pddrt.errors import RunFailed
-from pddrt.invariants import Monitor, Positions, Violation
+from pddrt.invariants import Monitor, Violation
 from pddrt.kv.memory import KVMemory
 from pddrt.kv.pages import PagePool
 from pddrt.kv.radix import RadixCache
+from pddrt.ledger import Positions
+from pddrt.messages import KVAssembly
 from pddrt.netem.link import Link
+from pddrt.policy.handoff import CatchUp, Overlap
 from pddrt.policy.route import Naive
-from pddrt.protocol import KVAssembly, Limits, MainSide, RelaySide
-from pddrt.roles import gateway
+from pddrt.protocol import MainSide, RelaySide, SendIds, State
 from pddrt.roles.client import Client
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import Gateway
@@ -32,10 +35,11 @@ from pddrt.roles.prefill import Prefill
 from pddrt.run import Run
 from pddrt.scenario import parse
 from pddrt.trace import Event
-from pddrt.types import MS, SECOND
+from pddrt.types import MS, SECOND, Drawn
 from pddrt.workload import Session, Turn
 
 from .cluster import Cluster, many, one
+from .test_handoff import Wavering, paced
 
 TEXT = "p" * 200
 Patch = pytest.MonkeyPatch
@@ -141,13 +145,12 @@ def send_before_it_is_computed(patch: Patch) -> None:
 
 
 def send_twice(patch: Patch) -> None:
-    async def again(original: Any, p: Prefill, entry: Any, transfer: Any, conn: Any) -> bool:
+    async def again(original: Any, p: Prefill, entry: Any, transfer: Any, conn: Any) -> None:
         before = transfer.sent
-        sent = bool(await original(p, entry, transfer, conn))
-        if sent and before == 0:
+        await original(p, entry, transfer, conn)
+        if before == 0:
             transfer.sent = before
             await original(p, entry, transfer, conn)
-        return sent
 
     wrapped(patch, Prefill, "_send_next", again)
 
@@ -201,56 +204,98 @@ def relay_goes_on(patch: Patch) -> None:
     wrapped(patch, RelaySide, "_hand_over", hand_over)
 
 
-def token_twice_at_the_seam(patch: Patch) -> None:
-    """The gateway passes on what comes, without asking for its position."""
+def lose_an_id_between_pieces(patch: Patch) -> None:
+    def send(original: Any, d: Decoder, entry: Any, action: SendIds) -> None:
+        original(d, entry, action if action.last else replace(action, start=action.start + 1))
 
-    def on_tokens(original: Any, g: Gateway, conn: Any, frame: Any) -> None:
-        stream = g._streams.get(frame["request"])
-        original(g, conn, frame)
-        if stream is not None and frame["source"] == "M" and stream.ids:
-            stream.next, stream.early = frame["start"], {frame["start"]: (stream.ids[-1], "M")}
-            g._flush(stream)
+    wrapped(patch, Decoder, "_send_ids", send)
 
-    wrapped(patch, Gateway, "on_tokens", on_tokens)
+
+def send_an_id_that_nobody_made(patch: Patch) -> None:
+    def send(original: Any, d: Decoder, entry: Any, action: SendIds) -> None:
+        original(d, entry, replace(action, ids=(*action.ids, 7)) if action.last else action)
+
+    wrapped(patch, Decoder, "_send_ids", send)
+
+
+def draw_over_a_piece(patch: Patch) -> None:
+    def go_on(original: Any, d: Decoder, entry: Any, *rest: Any, **about: Any) -> None:
+        original(d, entry, *rest, **about)
+        entry.seq.sampling = entry.manifest.sampling
+
+    wrapped(patch, Decoder, "_go_on", go_on)
+
+
+def relay_goes_on_although_it_was_passed(patch: Patch) -> None:
+    def end(original: Any, decoder: Decoder, entry: Any) -> None:
+        if isinstance(entry.side, RelaySide) and entry.side.bound and entry.side.next < 300:
+            entry.side.state, entry.side.bound = State.FOLLOWED, 1000
+        else:
+            original(decoder, entry)
+
+    wrapped(patch, Decoder, "_end", end)
+
+
+def keep_kv_of_ids_given_up(patch: Patch) -> None:
+    def catch_up(original: Any, side: MainSide) -> Any:
+        return [replace(action, kept=len(side.ids)) for action in original(side)]
+
+    wrapped(patch, MainSide, "_catch_up", catch_up)
+
+
+def give_up_the_pieces(patch: Patch) -> None:
+    def decode(original: Any, side: MainSide) -> Any:
+        return [replace(action, kept=0) for action in original(side)]
+
+    wrapped(patch, MainSide, "_decode", decode)
+
+
+def take_more_than_was_sent(patch: Patch) -> None:
+    def on_ids(original: Any, side: MainSide, start: int, ids: list[int], last: bool) -> Any:
+        return original(side, start, [*ids, 5], last)
+
+    wrapped(patch, MainSide, "on_ids", on_ids)
+
+
+def forget_what_it_was_told(patch: Patch) -> None:
+    """It goes on behind ids that it does not have."""
+
+    def go_on(original: Any, d: Decoder, entry: Any, ids: Any, *rest: Any, **about: Any) -> None:
+        more = [5] if isinstance(entry.side, MainSide) else []
+        original(d, entry, [*ids, *more], *rest, **about)
+        entry.side.ids += more
+
+    emit = ev.Trace.emit
+
+    def less(trace: ev.Trace, event: Event) -> None:
+        if isinstance(event, ev.HandoffTaken):
+            event = replace(event, end=event.end - 1)
+        emit(trace, event)
+
+    patch.setattr(ev.Trace, "emit", less)
+    wrapped(patch, Decoder, "_go_on", go_on)
 
 
 def token_of_another(patch: Patch) -> None:
     def deliver(
-        original: Any, d: Decoder, entry: Any, position: int, token: int, source: str
+        original: Any, d: Decoder, entry: Any, position: int, token: int, source: str, after: int
     ) -> None:
-        original(d, entry, position, token, "M" if source == "R" else source)
+        original(d, entry, position, token, "M" if source == "R" else source, after)
 
     wrapped(patch, Decoder, "_deliver", deliver)
 
 
 def token_that_nobody_made(patch: Patch) -> None:
     def deliver(
-        original: Any, d: Decoder, entry: Any, position: int, token: int, source: str
+        original: Any, d: Decoder, entry: Any, position: int, drawn: Drawn, source: str, after: int
     ) -> None:
-        original(d, entry, position, (token + 1) % 256, source)
+        original(d, entry, position, Drawn((drawn.token + 1) % 256), source, after)
 
     wrapped(patch, Decoder, "_deliver", deliver)
 
 
 def exceed_the_budget(patch: Patch) -> None:
     patch.setattr("pddrt.protocol.finish", lambda limits, position, token: None)
-
-
-def client_gets_more_than_the_budget(patch: Patch) -> None:
-    def finish(limits: Limits, position: int, token: int) -> Any:
-        longer = Limits(limits.prompt_len, limits.max_tokens + 1, limits.eos_ids)
-        return gateway_finish(longer, position, token)
-
-    gateway_finish = gateway.finish
-    for module in ("pddrt.roles.gateway", "pddrt.roles.prefill", "pddrt.protocol"):
-        patch.setattr(f"{module}.finish", finish)
-    wrapped(patch, Gateway, "_open", _one_more)
-    patch.setattr(Monitor, "_may_decode", lambda *_: None)
-
-
-def _one_more(original: Any, g: Gateway, client: str, request: str, *rest: Any) -> None:
-    original(g, client, request, *rest)
-    g._streams[request].tokens += 1
 
 
 def lose_bytes(patch: Patch) -> None:
@@ -276,12 +321,12 @@ def end_twice(patch: Patch) -> None:
 
 
 def end_by_length_too_soon(patch: Patch) -> None:
-    def flush(original: Any, g: Gateway, stream: Any) -> None:
-        original(g, stream)
-        if stream.request in g._streams and stream.next > stream.limits.prompt_len + 3:
+    def pass_on(original: Any, g: Gateway, stream: Any, passed: Any) -> None:
+        original(g, stream, passed)
+        if stream.request in g._streams and passed.position >= stream.limits.prompt_len + 3:
             g._close(stream, "length", "")
 
-    wrapped(patch, Gateway, "_flush", flush)
+    wrapped(patch, Gateway, "_pass_on", pass_on)
 
 
 def carry_more_than_the_rate(patch: Patch) -> None:
@@ -332,6 +377,18 @@ def cancel_all(after: int) -> Callable[[Deployment], Awaitable[None]]:
 
 def relayed() -> None:
     Cluster().play([one(TEXT, 120)])
+
+
+def in_pieces() -> None:
+    paced(CatchUp(6, 8, 9)).play([one(TEXT, 160)])
+
+
+def overlapped() -> None:
+    paced(Overlap(6, 8, 9)).play([one(TEXT, 160)])
+
+
+def wavering() -> None:
+    paced(Overlap(6, 8, 9), main_engine=Wavering).play(many(3, 200, 160, every=20 * MS))
 
 
 def cancelled(after: int) -> Callable[[], None]:
@@ -389,6 +446,19 @@ FAULTS: dict[str, Fault] = {
     "decode before whole": (decode_before_it_is_whole, relayed, "decode before the KV is whole"),
     "decode before ids": (decode_before_the_last_ids, relayed, "decode before the last ids"),
     "relay goes on": (relay_goes_on, relayed, "the relay goes on after the handoff"),
+    "ids before told": (decode_before_the_last_ids, overlapped, "decode before the last ids"),
+    "id lost between": (lose_an_id_between_pieces, in_pieces, "the handoff does not join"),
+    "id of nobody": (send_an_id_that_nobody_made, in_pieces, "ids handed over that nobody made"),
+    "draw over a piece": (draw_over_a_piece, in_pieces, "decode before the last ids"),
+    "relay goes on passed": (
+        relay_goes_on_although_it_was_passed,
+        overlapped,
+        "the relay goes on after the handoff",
+    ),
+    "KV given up is kept": (keep_kv_of_ids_given_up, wavering, "a step on KV that is not there"),
+    "pieces given up": (give_up_the_pieces, in_pieces, "given up what nobody doubts"),
+    "more than was sent": (take_more_than_was_sent, relayed, "ids taken that nobody handed over"),
+    "ids skipped": (forget_what_it_was_told, relayed, "the handoff does not join"),
     "token of another": (token_of_another, relayed, "a token that nobody made"),
     "token of nobody": (token_that_nobody_made, relayed, "a token that nobody made"),
     "budget exceeded": (exceed_the_budget, relayed, "more tokens than the budget"),
@@ -486,6 +556,10 @@ def test_positions_are_a_set() -> None:
             assert mine.meets(start, end) == bool(set(range(start, end)) & theirs)
             mine.add(start, end)
             theirs.update(range(start, end))
+            if rng.random() < 0.2:
+                end = rng.randrange(30)
+                mine.cut(end)
+                theirs = {p for p in theirs if p < end}
         gap = next((p for p in range(30) if p not in theirs), 30)
         assert mine.missing(30).startswith(f"[{gap}, ")
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from pddrt import trace as ev
-from pddrt.metrics import LEGS, Recorder, RequestRecord, request_json, spread, summary
+from pddrt.metrics import LEGS, Recorder, RequestRecord
+from pddrt.summary import request_json, spread, summary
 from pddrt.trace import Event, Seconds, Trace, dumps, to_line
 from pddrt.types import MS
 
@@ -33,9 +34,9 @@ def story() -> list[Event]:
         received(47, 0, "P"),
         received(57, 1, "R"),
         received(67, 2, "R"),
-        ev.HandoffSent(70 * MS, "s0.0", "rld0", "md0", 100, 103, True),
+        ev.HandoffSent(70 * MS, "s0.0", "rld0", "md0", 100, 103, True, 80),
         ev.Freed(71 * MS, "s0.0", "rld0", 7),
-        ev.HandoffTaken(85 * MS, "s0.0", "md0", 3),
+        ev.HandoffTaken(85 * MS, "s0.0", "md0", 3, 103, True),
         received(107, 3, "M"),
         received(119, 4, "M"),
         ev.Finished(119 * MS, "s0.0", "length", 5, ""),
@@ -75,7 +76,7 @@ def test_the_switch_is_measured_where_the_first_m_follows() -> None:
     _, r = record(story())
     assert (r.switch, r.gap, r.gap_near) == (3, 40 * MS, 40 * MS)
     assert r.relay_busy == 26 * MS
-    assert (r.handoff_ids, r.extend_tokens, r.handoff_rounds) == (3, 3, 1)
+    assert (r.handoff_ids, r.extend_tokens, r.seam.rounds) == (3, 3, 1)
     assert (r.ttst, r.tpot) == (10 * MS, 18 * MS)
 
 

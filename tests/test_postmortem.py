@@ -10,10 +10,12 @@ from rich.console import Console
 
 from pddrt import postmortem
 from pddrt.errors import BadInput
-from pddrt.metrics import request_json
+from pddrt.policy.handoff import CatchUp, Overlap
+from pddrt.summary import request_json
 from pddrt.trace import dumps, to_line
 
 from .cluster import Cluster, Played, many, one
+from .test_handoff import Wavering, paced
 
 
 def record(folder: Path, played: Played) -> Path:
@@ -55,14 +57,37 @@ def test_the_story_tells_the_handoff_in_order(tmp_path: Path) -> None:
         "rld0     makes",
         "md0      holds the KV of all 200 tokens",
         "rld0     learns that md0 is ready",
-        "to md0 and is done with it",
-        "md0      takes over, extends over",
+        "asks policy one-shot, md0 lacks",
+        "to md0 and is done with it: one-shot",
+        "md0      extends over",
         "md0      makes",
         "client   end: length",
     ]
     at = [text.find(part) for part in told]
     assert -1 not in at, told[at.index(-1)]
     assert at == sorted(at)
+
+
+def test_the_story_tells_catch_up_round_by_round_and_overlap_as_one(tmp_path: Path) -> None:
+    text = shown(
+        record(tmp_path / "c", paced(CatchUp(6, 8, 9)).play([one("p" * 200, 160)])), "s0.0"
+    )
+    assert "handoff catch-up: 68 ids in 9 round(s); the relay stopped: within the threshold" in text
+    assert "main lacked 38, 34, 30, 26, 21, 17, 13, 8, 5 ids (nobody knew how far" in text
+    assert text.count("sends 8 ids [2") == 7
+    assert text.count("md0      extends over 8 ids of a piece") == 7
+    assert text.count("learns that main has caught up to") == 8
+    both = paced(Overlap(6, 8, 9), main_engine=Wavering).play([one("p" * 200, 160)])
+    text = shown(record(tmp_path / "o", both), "s0.0")
+    for part in (
+        "handoff overlap: ",
+        "asks policy overlap, md0 lacks 38 ids: follow",
+        "gateway  lets main follow: ",
+        "of its own, extends over ",
+        "rld0     is done with it: the main decoder is first",
+    ):
+        assert part in text, part
+    assert text.count("lets main follow") == 1
 
 
 def test_series_are_told_once_and_times_never_run_backwards(tmp_path: Path) -> None:

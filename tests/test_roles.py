@@ -5,7 +5,7 @@ message.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -14,10 +14,10 @@ from pddrt.deployment import Deployment
 from pddrt.engine.tokens import ByteTokenizer
 from pddrt.errors import BadInput, CannotRun
 from pddrt.frames import Frame, pack_ids
+from pddrt.messages import Manifest, prompt_digest
 from pddrt.metrics import LEGS
 from pddrt.netem.simnet import SimNet
 from pddrt.policy.route import Naive, Pdd, Policy
-from pddrt.protocol import Manifest, prompt_digest
 from pddrt.sched import MAX_OVERTAKEN
 from pddrt.types import MS, SECOND, KVLayout, Ns, Sampling
 from pddrt.workload import Session, Turn
@@ -419,27 +419,46 @@ def _cut(node: str, peer: str, at: Ns) -> Callable[[Deployment], Awaitable[None]
     return cut
 
 
-def test_after_the_gateway_is_lost_every_request_ends() -> None:
+def test_while_the_gateway_is_lost_requests_end_and_then_they_are_answered_again() -> None:
     sessions = [Session(i, i * 40 * MS, (Turn("x" * 100, 20, 0),) * 2) for i in range(4)]
     played = Cluster().play(sessions, during=_cut("client", "gateway", 20 * MS))
     played.assert_sound()
-    assert len(played.records) == 4
-    assert all(r.finish_reason == "aborted" for r in played.records)
-    assert all("lost the gateway" in r.detail for r in played.records)
+    lost, answered = played.records[:2], played.records[2:]
+    assert all(r.finish_reason == "aborted" and "lost the gateway" in r.detail for r in lost)
+    assert [r.id for r in answered] == ["s2.0", "s3.0", "s2.1", "s3.1"]
+    assert all(r.finish_reason == "length" for r in answered)
+
+
+def _crash(name: str, at: Ns) -> Callable[[Deployment], Awaitable[None]]:
+    async def crash(deployment: Deployment) -> None:
+        await deployment.env.sleep(at)
+        deployment.crash(name, keep=False)
+
+    return crash
 
 
 def test_an_instance_that_was_lost_gets_no_more_requests() -> None:
     """F20: those that have another go there, and where there is none they fail at once, by name."""
     sessions = many(8, 100, 20, every=50 * MS)
-    spread = Cluster(mains=2).play(sessions, during=_cut("gateway", "md0", 20 * MS))
+    spread = Cluster(mains=2).play(sessions, during=_crash("md0", 20 * MS))
     spread.assert_sound()
     assert [r.finish_reason for r in spread.records] == ["aborted", *["length"] * 7]
-    alone = Cluster().play(sessions, during=_cut("gateway", "md0", 20 * MS))
+    alone = Cluster().play(sessions, during=_crash("md0", 20 * MS))
     assert [r.finish_reason for r in alone.records] == ["aborted", *["rejected"] * 7]
     assert alone.records[1].detail == "no main instance can be reached"
-    relayless = Cluster().play(sessions, during=_cut("gateway", "rld0", 20 * MS))
+    relayless = Cluster().play(sessions, during=_crash("rld0", 20 * MS))
     relayless.assert_sound()
     assert [r.finish_reason for r in relayless.records] == ["aborted", *["length"] * 7]
+
+
+def test_an_instance_is_looked_for_until_it_is_found_again() -> None:
+    """F8: one broken stream takes nobody out of service for good."""
+    sessions = many(8, 100, 20, every=50 * MS)
+    played = Cluster().play(sessions, during=_cut("gateway", "md0", 20 * MS))
+    played.assert_sound()
+    reasons = [r.finish_reason for r in played.records]
+    assert reasons[0] == "aborted"
+    assert reasons[-4:] == ["length"] * 4
 
 
 def test_a_decoder_that_has_lost_the_gateway_takes_no_offer() -> None:
@@ -494,7 +513,7 @@ def test_a_waiting_request_that_is_cancelled_lets_those_behind_it_pass() -> None
 
 def test_main_is_offered_what_the_relay_has_admitted() -> None:
     """P, RLD, MD: nothing on MD waits for pages of RLD."""
-    played = Cluster(pages=14, policy=Pdd(0), prefills=4, mains=4).play(many(8, 100, 60))
+    played = Cluster(pages=14, policy=Pdd(0, "wait"), prefills=4, mains=4).play(many(8, 100, 60))
     played.assert_sound()
     for r in played.records:
         assert r.admitted["rld0"] <= r.admitted[r.main or ""]
@@ -531,7 +550,8 @@ def test_a_decoder_whose_close_came_before_the_offer_is_told_again() -> None:
         await offer(deployment, manifest)
         kv = bytes(40 * LAYOUT.bytes_per_token)
         prefill.post("rld0", "kv", kv, request="ghost", epoch=99, start=0, end=40)
-        prefill.post("rld0", "first", request="ghost", epoch=99, position=40, id=5)
+        first = {"position": 40, "id": 5, "logprobs": None}
+        prefill.post("rld0", "first", request="ghost", epoch=99, **first)
 
     played = Cluster().play([one(TEXT, 20)], during=haunt)
     played.assert_sound()
@@ -546,8 +566,8 @@ def test_a_decoder_whose_close_came_before_the_offer_is_told_again() -> None:
         ("kv", b"short", {"start": 0, "end": 40}),
         ("kv", b"", {"start": 10**6, "end": 10**6}),
         ("kv", b"", {"start": None, "end": 40}),
-        ("first", b"", {"position": 41, "id": 5}),
-        ("first", b"", {"position": 40, "id": -5}),
+        ("first", b"", {"position": 41, "id": 5, "logprobs": None}),
+        ("first", b"", {"position": 40, "id": -5, "logprobs": None}),
         ("ready", b"", {}),
     ],
 )
@@ -583,8 +603,9 @@ def test_prefill_refuses_what_it_cannot_take(tokens: Sequence[int], why: str) ->
             relay=None,
             main="md0",
             max_tokens=5,
-            sampling=[0.0, 0, 1.0, 0],
+            sampling=astuple(Sampling()),
             lease_ns=SECOND,
+            held=False,
         )
 
     played = Cluster().play([one(TEXT, 40)], during=ask)

@@ -17,6 +17,7 @@ from pddrt import document
 from pddrt.chips import CHIPS, ModelShape
 from pddrt.errors import BadInput
 from pddrt.netem.net import LinkSpec
+from pddrt.policy.route import HitRate
 from pddrt.scenario import Scenario, kv_slots, load, parse
 from pddrt.types import MS, SECOND, US, Run, Sampling, Span
 
@@ -105,7 +106,7 @@ ONE_PROBLEM = [
     ("between: [a, b]", "to: b", "9: links.wan.between: missing; needed: two sites"),
     ("role: main", "role: mian", "18: instances.md0.role: found 'mian', did you mean 'main'?; allowed"),
     ("    role: main\n", "", "17: instances.md0.role: missing; needed: prefill | relay | main"),
-    ("count: 2", "count: 0", "20: instances.md0.count: found 0; allowed: a whole number from 1"),
+    ("count: 2", "count: 0", "20: instances.md0.count: found 0, and scale has no more of them; allowed: a whole number from 1"),
     ("count: 2", "cuont: 2", "20: instances.md0.cuont: found an unknown field, did you mean 'count'?"),
     ("count: 2", "device: tpu", "20: instances.md0.device: found 'tpu'; allowed: cpu | cuda"),
     ("count: 2", "threads: 0", "20: instances.md0.threads: found 0; allowed"),
@@ -117,14 +118,25 @@ ONE_PROBLEM = [
     ("count: 2", "step_time: measured:f.json", "20: instances.md0.step_time: f.json: cannot be read: No such file or directory; `pddrt calibrate` writes one"),
     ("count: 2", "step_time: {decode_step: 5}", "20: instances.md0.step_time.decode_step: found 5, a number without"),
     ("256 MiB", "256", "16: instances.rld0.kv_memory: found 256, a number without a unit; allowed: a size"),
-    ("policy: pdd", "policy: local", f"21: pipeline.policy: found 'local', {NOT_YET}; available: pdd | naive"),
-    ("policy: pdd", "policy: my.pkg:Mine", f"21: pipeline.policy: found 'my.pkg:Mine', {NOT_YET}"),
+    ("policy: pdd", "policy: my.pkg:Mine", "21: pipeline.policy: no module my in "),
+    ("policy: pdd", "policy: 'my:'", "21: pipeline.policy: found 'my:'; allowed: package.module:Class"),
+    ("policy: pdd", "policy: 5", "21: pipeline.policy: found 5; allowed: pdd | naive | local | colocated | prfaas | relay-only | recompute | compress | package.module:Class"),
     ("policy: pdd", "policy: pddd", "21: pipeline.policy: found 'pddd', did you mean 'pdd'?"),
-    ("relay_above: 200 ms", "relay_above: 0.9", f"21: pipeline.relay_above: found 0.9: a hit rate is {NOT_YET}"),
-    ("relay_above: 200 ms", "relay_above: 90 %", f"21: pipeline.relay_above: found '90 %': a hit rate is {NOT_YET}"),
+    ("policy: pdd", "policy: compress, wan_kv: as-is", "21: pipeline.wan_kv: found 'as-is' with policy compress; allowed there: 8-bit"),
+    ("policy: pdd", "wan_kv: 4-bit", "21: pipeline.wan_kv: found '4-bit'"),
+    ("policy: pdd", "offload_above: 2 KB", "21: pipeline.offload_above: found '2 KB'; allowed: a whole number of tokens"),
+    ("relay_above: 200 ms", "relay_above: 1.1", "21: pipeline.relay_above: found 1.1; allowed: a time such as"),
+    ("relay_above: 200 ms", "relay_above: 101 %", "21: pipeline.relay_above: found '101 %'; allowed: a time such as"),
+    ("relay_above: 200 ms", "relay_above: nan %", "21: pipeline.relay_above: found 'nan %'; allowed: a time such as"),
+    ("relay_above: 200 ms", "relay_above: -5 %", "21: pipeline.relay_above: found '-5 %'; allowed: a time such as"),
+    ("relay_above: 200 ms", "relay_above: x %", "21: pipeline.relay_above: found 'x %'; allowed: a time such as"),
     ("relay_above: 200 ms", "relay_above: 5", "21: pipeline.relay_above: found 5, a number without a unit"),
-    ("mode: one-shot", "mode: adaptive", f"22: handoff.mode: found 'adaptive', {NOT_YET}; available: one-shot"),
-    ("mode: one-shot", "threshold: 64", f"22: handoff.threshold: {NOT_YET}; allowed here: mode"),
+    ("mode: one-shot", "mode: adaptve", "22: handoff.mode: found 'adaptve', did you mean 'adaptive'?; allowed: one-shot | catch-up | adaptive | overlap | package.module:Class"),
+    ("mode: one-shot", "mode: my.pkg:Mine", "22: handoff.mode: no module my in "),
+    ("mode: one-shot", "mode: tests.seamlab:Bench", "22: handoff.mode: tests/seamlab.py:"),
+    ("mode: one-shot", "threshold: -1", "22: handoff.threshold: found -1; allowed: a whole number of ids, from 0"),
+    ("mode: one-shot", "max_ids_per_round: 0", "22: handoff.max_ids_per_round: found 0; allowed: a whole number of ids, from 1"),
+    ("mode: one-shot", "max_rounds: 8.5", "22: handoff.max_rounds: found 8.5; allowed: a whole number from 1"),
     ("sessions: 6", "sessions: some", "23: workload.sessions: found 'some'; allowed: a whole number"),
     ("kind: sessions, sessions: 6, rate: 0.5/s, output_tokens: 128", "kind: trace, path: x, format: azure",
      f"23: workload.format: found 'azure', {NOT_YET}; available: mooncake | weka"),
@@ -148,15 +160,16 @@ ONE_PROBLEM = [
     ("first_token: decoder", "site: elsewhere", "24: gateway.site: found 'elsewhere'; allowed: a, b"),
     ("ttft: 3 s", "ttft: 0 s", "25: slo.ttft: found '0 s'; allowed: a time"),
     ("slo:      {ttft: 3 s, tpot: 200 ms}", "slo: fast", "25: slo: found 'fast'; allowed: a mapping of ttft, tpot"),
-    ("faults:   []", "faults: [crash]", f"26: faults: found 1: faults are {NOT_YET}; available: []"),
-    ("faults:   []", "anomaly: {input_above: 6}", f"26: anomaly: {NOT_YET}; allowed here: name,"),
+    ("faults:   []", "faults: [crash]", "26: faults.0: found 'crash'; allowed: a mapping with do,"),
+    ("faults:   []", "anomaly: {input_above: 6}",
+     "26: anomaly.output_below: missing; needed: a whole number, from 1"),
     ("faults:   []", "? [a, b]\n: 1", "26: found a list or mapping as a key; allowed: a word"),
     # across fields
     ("site: b", "site: c", "19: instances.md0.site: found 'c'; allowed: a, b (the sites that links join)"),
     ("between: [a, b]", "between: [c, b]", "7: links: no link between sites a and b, which KV from prefill to main"),
     ("between: [a, a]", "between: [b, b]", "7: links: no link inside site a, which KV from prefill to relay needs"),
     ("between: [a, a]", "between: [b, a]", "10: links.wan.between: found the sites of link rdma again; allowed"),
-    ("role: prefill", "role: relay", "14: instances: no instance of role prefill; every policy needs at least one"),
+    ("role: prefill", "role: relay", "14: instances: no instance of role prefill; policy pdd needs at least one"),
     ("role: relay", "role: prefill", "14: instances: no instance of role relay; policy pdd needs at least one"),
     ("  p0: ", "  client: ", "15: instances: found the name 'client', taken by the client"),
     ("  p0: ", "  md0-1: ", "17: instances.md0: found the name 'md0-1', taken by instances.md0-1"),
@@ -410,6 +423,8 @@ ROUND_TRIPS = {
         "concurrency: 2, prompts: ['on', 'no: #x', '1e3'], short: {fraction: 0.5, prompt_tokens: 3}"),
     "poisson": GOOD.replace("kind: sessions, sessions: 6, rate: 0.5/s", "kind: poisson, requests: 5, rate: 7/min, "
         "prompt_tokens: {min: 1, max: 3}, prompts: random"),
+    "hit rate": GOOD.replace("relay_above: 200 ms", "relay_above: 93.7512345 %, offload_above: 0, wan_kv: 8-bit"),
+    "local": GOOD.replace("pdd", "local"),
     "sites": GOOD.replace("[a, b]", "[a, on]").replace("site: b", "site: on"),
 }  # fmt: skip
 
@@ -500,6 +515,88 @@ def test_control_inside_a_site_needs_no_link_but_kv_does() -> None:
     assert apart.topology().link_between("rld0", "md0-0") is None
     local = GOOD.replace("site: b", "site: a").replace("[a, a]", "[b, b]")
     assert "no link inside site a" in problems(local)[0]
+
+
+POLICIES = {
+    "pdd": "prefill relay main", "naive": "prefill main", "local": "prefill main",
+    "colocated": "prefill", "prfaas": "prefill main", "relay-only": "prefill relay main",
+    "recompute": "main", "compress": "prefill main",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_needs_the_roles_of_its_pipelines_and_no_others(policy: str) -> None:
+    needed = POLICIES[policy].split()
+
+    def of_roles(roles: list[str]) -> list[str]:
+        """All instances have one of these roles, each that it has in GOOD if it may."""
+        mine = {"p0": "prefill", "rld0": "relay", "md0": "main"}
+        kept = {name: role if role in roles else roles[0] for name, role in mine.items()}
+        return [f"instances.{name}.role={role}" for name, role in kept.items()]
+
+    parse(GOOD, "s.yaml", [f"pipeline.policy={policy}", *of_roles(needed)])
+    for missing in needed:
+        others = [role for role in ("prefill", "relay", "main") if role != missing]
+        said = f"s.yaml:14: instances: no instance of role {missing}; policy {policy} needs at least one"
+        assert said in problems(GOOD, f"pipeline.policy={policy}", *of_roles(others))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_needs_the_paths_of_its_pipelines_and_no_others(policy: str) -> None:
+    """Without a fabric in site a, only what crosses to b, or does not cross at all, is possible."""
+    bare = changed("  rdma: {between: [a, a], rate: 100 Gbit/s, delay: 5 us}\n", "")
+    asked = f"pipeline.policy={policy}"
+    if policy in ("colocated", "recompute", "naive", "prfaas", "compress"):
+        parse(bare, "s.yaml", [asked])
+    else:
+        to = "main" if policy == "local" else "relay"
+        (said,) = problems(bare, asked)
+        assert said.startswith(
+            f"s.yaml:7: links: no link inside site a, which KV from prefill to {to} needs"
+        )
+
+
+def test_local_puts_the_main_decoders_beside_prefill() -> None:
+    local = parse(GOOD, "s.yaml", ["pipeline.policy=local"])
+    assert {r.name: r.site for r in local.resolved()} == dict.fromkeys(
+        ("p0", "rld0", "md0-0", "md0-1"), "a"
+    )
+    link = local.topology().link_between("p0", "md0-1")
+    assert link is not None
+    assert link.name == "rdma"
+    assert parse(local.dump(), "again.yaml") == local.as_run(), "the scenario says where they were"
+    spread = problems(GOOD, "pipeline.policy=local", "instances.rld0.role=prefill",
+                      "instances.rld0.site=b")  # fmt: skip
+    assert spread[0].startswith(
+        "--set pipeline.policy: pipeline.policy: found 'local' with prefill instances at a, b"
+    )
+
+
+def test_a_gateway_without_prefill_instances_is_with_the_first_one() -> None:
+    alone = GOOD.replace("pdd", "recompute").replace(
+        "role: prefill, site: a", "role: main, site: b"
+    )
+    assert (
+        parse(alone.replace("role: relay,   site: a", "role: main, site: b"), "s.yaml").gateway_site
+        == "b"
+    )
+
+
+@pytest.mark.parametrize("text", ["90 %", "90%", "0.9"])
+def test_relay_above_may_be_a_hit_rate(text: str) -> None:
+    scenario = parse(changed("above: 200 ms", f"above: {text}"), "s.yaml")
+    assert scenario.pipeline.relay_above == HitRate(0.9)
+    assert yaml.safe_load(scenario.dump())["pipeline"]["relay_above"] == "90 %"
+
+
+def test_eight_bits_on_the_wan_are_a_switch_and_what_compress_means() -> None:
+    for switch, expected in {
+        "drc: on": False,
+        "wan_kv: 8-bit": True,
+        "wan_kv: as-is": False,
+    }.items():
+        assert parse(changed("policy: pdd", switch), "s.yaml").pipeline.eight_bit_wan is expected
+    assert parse(changed("pdd", "compress"), "s.yaml").pipeline.eight_bit_wan
 
 
 def test_a_scenario_knows_where_its_fields_were_written() -> None:

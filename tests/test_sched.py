@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pddrt.sched import MAX_OVERTAKEN, Admission, Scheduler, SequenceState
-from pddrt.types import Run, Sampling
+from pddrt.sched import MAX_OVERTAKEN, Admission, Batch, Pace, Scheduler, SequenceState
+from pddrt.types import MS, Drawn, Run, Sampling
 
 GREEDY = Sampling()
 
@@ -29,7 +29,7 @@ def test_a_prompt_is_cut_into_chunks_and_only_the_last_draws() -> None:
         assert batch is not None
         span = batch.spans[0]
         seen.append((span.start, span.end, span.sampling is not None))
-        sched.apply(batch, [7 if span.sampling else None])
+        sched.apply(batch, [Drawn(7) if span.sampling else None])
     assert seen == [(0, 8, False), (8, 16, False), (16, 20, True)]
     assert sched.sequences["a"].ids[-1] == 7
 
@@ -80,6 +80,34 @@ def test_inactive_sequences_are_not_stepped() -> None:
     assert sched.plan() is None
 
 
+def test_an_extend_is_one_pass_unless_its_sequence_says_otherwise() -> None:
+    sched = scheduler(chunk=4)
+    sched.add(decoding("whole", 10, 9))
+    sched.add(decoding("cut", 10, 9))
+    sched.sequences["cut"].piece = 5
+    taken, coming = [], []
+    while batch := sched.plan():
+        taken.append([(s.request, len(s.tokens)) for s in batch.spans])
+        coming.append([s.coming for s in sched.sequences.values()])
+        sched.apply(batch, [None for _ in batch.spans])
+    assert taken == [[("whole", 9), ("cut", 5)], [("cut", 4)]]
+    assert coming == [[True, False], [False, True]], "a step in the middle yields no id"
+    assert not any(s.coming for s in sched.sequences.values())
+
+
+def test_the_pace_is_that_of_decodes_and_of_what_each_further_token_adds() -> None:
+    pace = Pace()
+    pace.note(Batch((), 0, 40, 1), 9 * MS)
+    assert (pace.step, pace.token) == (0, 0), "nobody knows which part of it is which"
+    pace.note(Batch((), 0, 0, 3), 4 * MS)
+    pace.note(Batch((), 0, 0, 1), 8 * MS)
+    assert pace.step == 5 * MS, "a quarter of each new value"
+    pace.note(Batch((), 10, 10, 1), 25 * MS)
+    assert (pace.step, pace.token) == (5 * MS, 1 * MS)
+    pace.note(Batch((), 0, 10, 0), 3 * MS)
+    assert pace.token == 750_000, "never less than nothing"
+
+
 def test_a_sequence_dropped_during_a_step_has_no_outcome() -> None:
     sched = scheduler()
     sched.add(decoding("gone", 5, 1))
@@ -87,8 +115,8 @@ def test_a_sequence_dropped_during_a_step_has_no_outcome() -> None:
     batch = sched.plan()
     assert batch is not None
     sched.drop("gone")
-    outcomes = sched.apply(batch, [1, 2])
-    assert [(o.request, o.next_id) for o in outcomes] == [("here", 2)]
+    outcomes = sched.apply(batch, [Drawn(1), Drawn(2)])
+    assert [(o.request, o.drawn) for o in outcomes] == [("here", Drawn(2))]
 
 
 def test_a_later_request_of_the_same_id_is_not_booked_for_the_old_step() -> None:
@@ -98,7 +126,7 @@ def test_a_later_request_of_the_same_id_is_not_booked_for_the_old_step() -> None
     assert batch is not None
     sched.drop("a")
     sched.add(decoding("a", 9, 1))
-    assert sched.apply(batch, [1]) == []
+    assert sched.apply(batch, [Drawn(1)]) == []
     assert sched.sequences["a"].computed == 9
 
 
@@ -133,7 +161,7 @@ def test_what_runs_in_the_background_waits_until_nothing_else_can_be_stepped() -
     asked = []
     while batch := sched.plan():
         asked.append([s.request for s in batch.spans])
-        sched.apply(batch, [7 if s.sampling else None for s in batch.spans])
+        sched.apply(batch, [Drawn(7) if s.sampling else None for s in batch.spans])
         if sched.sequences.get("p") and sched.sequences["p"].computed == 10:
             sched.drop("p")
     assert asked[:3] == [["p"], ["p"], ["lesson"]]

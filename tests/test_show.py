@@ -16,8 +16,9 @@ from rich.console import Console
 from pddrt import live, show
 from pddrt import trace as ev
 from pddrt.live import Bars, Flight, LiveText
-from pddrt.metrics import Recorder, summary
+from pddrt.metrics import Recorder
 from pddrt.scenario import parse
+from pddrt.summary import summary
 from pddrt.trace import Event
 from pddrt.types import MS, SECOND, Ns
 
@@ -108,7 +109,7 @@ def request(
             events.append(ev.KVReceived(now, name, "md0", 40, 100, 60 * 23_040))
             events.append(ev.KVWhole(now, name, "md0", 100))
             if relay:
-                events.append(ev.HandoffSent(now, name, relay, "md0", 100, 100 + n, True))
+                events.append(ev.HandoffSent(now, name, relay, "md0", 100, 100 + n, True, 80))
         events.append(ev.TokensReceived(now, name, n, n + 1, source, (n,), text))
     if reason:
         end = t + (100 + 10 * len(pieces)) * MS
@@ -378,6 +379,18 @@ def test_a_request_under_way_is_told_in_some_words(until: type[Event], doing: st
         if isinstance(event, until):
             break
     assert flight.doing.plain == f"s0.0 {doing}"
+
+
+def test_it_is_told_when_both_decode() -> None:
+    flight = Flight("s0.0")
+    for event in request("s0.0", *ANSWER):
+        if isinstance(event, ev.HandoffSent):
+            break
+        flight.take(event)
+    flight.take(ev.HandoffSent(0, "s0.0", "gateway", "md0", 100, 104, False, 80, follows=True))
+    assert flight.doing.plain == "s0.0 R answers, M follows 4/6"
+    flight.take(ev.HandoffEnded(0, "s0.0", "rld0", 104, "the main decoder is first"))
+    assert flight.doing.plain == "s0.0 R hands over to M 4/6"
 
 
 def test_no_text_and_no_terminal_means_silence() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pddrt.types import KVLayout, Run, Span, StepCost
+from pddrt.types import Drawn, KVLayout, Run, Span, StepCost
 
 __all__ = ["Engine", "StepCost"]
 
@@ -28,9 +28,12 @@ class Engine(Protocol):
         """Gets ready, once, before the first step: from then on a step costs what a step costs."""
         ...
 
-    async def step(self, spans: Sequence[Span]) -> list[int | None]:
+    async def step(self, spans: Sequence[Span]) -> list[Drawn | None]:
         """One forward pass over all spans together; the next id of each span, None where none was
-        asked.
+        asked. It is none of the span's `banned`, and comes with the log-probabilities that its
+        `sampling` asks for.
+
+        Raises EngineFailed where this step could not be done; the next one may be.
 
         Writes the KV of every span's tokens into the slots its runs name. Spans are disjoint: no
         slot is written by one and touched by another. KV is complete, and may be read or sent, once
@@ -53,7 +56,15 @@ class Engine(Protocol):
     def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
         """`payload`, KV in wire order whose numbers are of `dtype`, as `write_kv` takes it here.
 
-        Rounded to nearest where this engine's dtype is the narrower one.
+        Rounded to nearest where this engine's dtype is the narrower one. `types.EIGHT_BIT` is such
+        a dtype.
+        """
+        ...
+
+    def pack_kv(self, payload: bytes) -> bytes:
+        """`payload`, as `read_kv` gives it here, in `types.EIGHT_BIT`: in wire order, each [tokens,
+        kv_heads] a scale and its numbers. The scale is the largest absolute value over 127, so
+        that a number is off by half a scale at most.
         """
         ...
 

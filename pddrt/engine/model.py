@@ -10,11 +10,13 @@ so that, as in attention, the next id depends on the KV of every earlier positio
 is missing, stale, shifted or someone else's changes the answer. The answer is a function of the
 prompt alone: a token oracle without a model.
 
-`oracle` says the same of a text without an engine.
+Log-probabilities are a stand-in, so that a modelled cluster can show how they are carried: numbers
+made from the same sum, the position and the id, in place of a model's opinion. `oracle` says what
+belongs at each position of a text without an engine.
 
 On the wire a token's tag stands at the head of its share of the payload, the rest is zeros: bytes
-in equals bytes out, at the layout's real size. Of the sampling parameters only the seed matters
-here, and only where the temperature is not 0; it enters H'.
+in equals bytes out, at the layout's real size. Of what shapes a draw only the seed matters here,
+and only where the temperature is not 0: it enters H'. What may not be drawn is not.
 
 Under either clock a step takes what the formula charges, and its KV is there at the end of it.
 """
@@ -22,7 +24,7 @@ Under either clock a step takes what the formula charges, and its KV is there at
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +33,8 @@ import xxhash
 
 from pddrt.engine.base import StepCost
 from pddrt.env import Env
-from pddrt.types import KVLayout, Run, Sampling, Span
+from pddrt.messages import Limits, banned
+from pddrt.types import EIGHT_BIT, Drawn, KVLayout, Logprobs, Run, Sampling, Span
 
 Tags = npt.NDArray[np.uint64]
 
@@ -70,7 +73,7 @@ class ModelEngine:
     async def start(self) -> None:
         """Nothing to get ready."""
 
-    async def step(self, spans: Sequence[Span]) -> list[int | None]:
+    async def step(self, spans: Sequence[Span]) -> list[Drawn | None]:
         """See `Engine.step`. Tags are written when the charged time has passed, not before."""
         assert not self._stepping, "an engine runs one step at a time"
         assert not self._closed, "the engine is closed"
@@ -82,7 +85,7 @@ class ModelEngine:
         finally:
             self._stepping = False
 
-    def _span(self, span: Span) -> int | None:
+    def _span(self, span: Span) -> Drawn | None:
         slots = self._slots(span.runs)
         assert len(slots) == span.end <= self.max_context, f"{span.request}: runs"
         assert span.tokens, f"{span.request}: no tokens"
@@ -94,7 +97,11 @@ class ModelEngine:
         self._tags[slots[span.start :]] = np.array(made, dtype=np.uint64)
         if span.sampling is None:
             return None
-        return _draw(total, span.end, span.sampling, self._vocab, self._eos)
+        never = self._eos | span.banned
+        token = _draw(total, span.end, span.sampling, self._vocab, never)
+        most = span.sampling.logprobs
+        told = None if most is None else _stand_in(total, span.end, token, most, self._vocab)
+        return Drawn(token, told)
 
     def read_kv(self, runs: Sequence[Run]) -> bytes:
         tags = self._tags[self._slots(runs)]
@@ -114,11 +121,17 @@ class ModelEngine:
 
     def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
         """Only the size of a token's share changes; tags are not numbers."""
-        theirs = replace(self.layout, dtype=dtype).bytes_per_token
-        rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, theirs)
-        mine = np.zeros((len(rows), self.layout.bytes_per_token), dtype=np.uint8)
-        mine[:, :8] = rows[:, :8]
-        return mine.tobytes()
+        return self._resized(payload, replace(self.layout, dtype=dtype), self.layout)
+
+    def pack_kv(self, payload: bytes) -> bytes:
+        """As `convert_kv`: a tag is not rounded."""
+        return self._resized(payload, self.layout, replace(self.layout, dtype=EIGHT_BIT))
+
+    def _resized(self, payload: bytes | memoryview, old: KVLayout, new: KVLayout) -> bytes:
+        rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, old.bytes_per_token)
+        resized = np.zeros((len(rows), new.bytes_per_token), dtype=np.uint8)
+        resized[:, :8] = rows[:, :8]
+        return resized.tobytes()
 
     async def close(self) -> None:
         self._closed = True
@@ -141,25 +154,40 @@ def oracle(
     *,
     vocab: int,
     eos_ids: frozenset[int] = frozenset(),
+    ends: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """The ids that belong at the positions of `output`, each given all that really came before."""
+    """The ids that belong at the positions of `output`, each given all that really came before.
+
+    `eos_ids` as the engine has them, `ends`: those that the roles know, and the engine may draw.
+    """
+    limits = Limits.of(len(prompt), len(output), ends, sampling)
     wanted, total = [], 0
     for position, token in enumerate([*prompt, *output]):
         if position >= len(prompt):
-            wanted.append(_draw(total, position, sampling, vocab, eos_ids))
+            never = eos_ids | banned(limits, position)
+            wanted.append(_draw(total, position, sampling, vocab, never))
         total = (total + _hash(total, position, token)) & _MASK
     return wanted
 
 
-def _draw(
-    total: int, position: int, sampling: Sampling, vocab: int, eos_ids: frozenset[int]
-) -> int:
+def _draw(total: int, position: int, sampling: Sampling, vocab: int, never: Collection[int]) -> int:
     seed = sampling.seed if sampling.temperature else 0
     for attempt in range(1, 1000):
         token = _hash(total, position, seed + attempt * 0x9E3779B97F4A7C15) % vocab
-        if token not in eos_ids:
+        if token not in never:
             return token
-    raise AssertionError("every id is an end of sequence")
+    raise AssertionError("there is nothing left to draw")
+
+
+def _stand_in(total: int, position: int, token: int, most: int, vocab: int) -> Logprobs:
+    """Numbers in (-16, 0], multiples of 2^-16, by the hash of (sum, position, id)."""
+
+    def of(candidate: int) -> float:
+        return -(_hash(total, position, ~candidate) >> 44) / 2**16
+
+    others = {_hash(total, position, n) % vocab for n in range(most)}
+    best = sorted(((i, of(i)) for i in others), key=lambda pair: (-pair[1], pair[0]))
+    return Logprobs(of(token), tuple(best))
 
 
 def _hash(a: int, b: int, c: int) -> int:

@@ -50,10 +50,10 @@ import torch
 
 from pddrt.engine.attention import ATTENTION, Kind, StepContext
 from pddrt.engine.base import StepCost
-from pddrt.engine.sampling import draw
+from pddrt.engine.sampling import draw, log_probabilities
 from pddrt.env import Env
 from pddrt.errors import CannotRun
-from pddrt.types import DTYPE_BYTES, KVLayout, Run, Sampling, Span
+from pddrt.types import DTYPE_BYTES, EIGHT_BIT, SCALE_BYTES, Drawn, KVLayout, Run, Sampling, Span
 
 
 def _keep_freed_memory() -> None:
@@ -197,7 +197,7 @@ class TorchEngine:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, spans)
             self.write_kv([slot], bytes(self.layout.bytes_per_token))
 
-    async def step(self, spans: Sequence[Span]) -> list[int | None]:
+    async def step(self, spans: Sequence[Span]) -> list[Drawn | None]:
         """See `Engine.step`. Raises CannotRun where the step does not fit into memory."""
         assert not self._stepping, "an engine runs one step at a time"
         assert not self._closed, "the engine is closed"
@@ -220,12 +220,12 @@ class TorchEngine:
             if cancelled is not None:
                 computing.exception()  # its failure, if any, has nobody left to go to
                 raise cancelled
-            ids = computing.result()
+            drawn = computing.result()
             if self._step_cost is not None:
                 due = started + self._step_cost(spans)
                 if due > self._env.now():
                     await self._env.sleep_until(due)
-            return ids
+            return drawn
         finally:
             self._stepping = False
 
@@ -244,7 +244,7 @@ class TorchEngine:
             assert run.slot >= 0, f"{run} is out of range"
             assert 0 < run.length <= self.num_slots - run.slot, f"{run} is out of range"
 
-    def _compute(self, spans: Sequence[Span]) -> list[int | None]:
+    def _compute(self, spans: Sequence[Span]) -> list[Drawn | None]:
         """The step itself, in whichever thread; KV is complete when it returns."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
@@ -253,16 +253,16 @@ class TorchEngine:
                 if self._stream is None:
                     return self._forward(spans)
                 with torch.cuda.stream(self._stream):
-                    ids = self._forward(spans)
+                    drawn = self._forward(spans)
                 self._stream.synchronize()
-                return ids
+                return drawn
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             tokens = sum(len(span.tokens) for span in spans)
             raise CannotRun(f"a step of {tokens} tokens does not fit into memory") from error
 
-    def _forward(self, spans: Sequence[Span]) -> list[int | None]:
+    def _forward(self, spans: Sequence[Span]) -> list[Drawn | None]:
         tokens = [token for span in spans for token in span.tokens]
         positions = [position for span in spans for position in range(span.start, span.end)]
         context = StepContext(self._pool, spans, self._heads, self._kind)
@@ -283,24 +283,29 @@ class TorchEngine:
         )
         return self._sample(spans, output.logits[0])
 
-    def _sample(self, spans: Sequence[Span], logits: torch.Tensor) -> list[int | None]:
-        """`logits` [spans that want an id, vocabulary]. Greedy ids are picked on the device."""
-        ids: list[int | None] = []
+    def _sample(self, spans: Sequence[Span], logits: torch.Tensor) -> list[Drawn | None]:
+        """`logits` [spans that want an id, vocabulary]. Greedy ids are picked on the device; only
+        rows that need more come to the host.
+        """
+        drawn: list[Drawn | None] = []
         row = 0
         greedy: list[int] | None = None
         for span in spans:
-            if span.sampling is None:
-                ids.append(None)
+            if (sampling := span.sampling) is None:
+                drawn.append(None)
                 continue
-            if span.sampling.temperature == 0:
+            if sampling.temperature == 0 and not span.banned and sampling.logprobs is None:
                 if greedy is None:
                     greedy = logits.argmax(-1).tolist()
-                ids.append(greedy[row])
+                drawn.append(Drawn(greedy[row]))
             else:
                 scores = logits[row].to("cpu", torch.float64).numpy()
-                ids.append(draw(scores, span.sampling, span.end))
+                token = draw(scores, sampling, span.end, span.banned)
+                most = sampling.logprobs
+                told = None if most is None else log_probabilities(scores, token, most)
+                drawn.append(Drawn(token, told))
             row += 1
-        return ids
+        return drawn
 
     # -- KV ----------------------------------------------------------------------------------------
 
@@ -350,8 +355,31 @@ class TorchEngine:
 
     def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
         """See `Engine.convert_kv`. On the CPU, wherever the pool is."""
+        if dtype == EIGHT_BIT:
+            return self._unpack_kv(payload)
         numbers = torch.frombuffer(bytearray(payload), dtype=getattr(torch, dtype))
         return numbers.to(self._pool.dtype).view(torch.uint8).numpy().tobytes()
+
+    def pack_kv(self, payload: bytes) -> bytes:
+        """See `Engine.pack_kv`. On the CPU, in float32."""
+        if not payload:
+            return b""
+        heads = torch.frombuffer(bytearray(payload), dtype=self._pool.dtype).to(torch.float32)
+        heads = heads.view(-1, self.layout.head_dim)
+        scales = heads.abs().amax(-1, keepdim=True) / 127
+        packed = torch.empty(len(heads), SCALE_BYTES + self.layout.head_dim, dtype=torch.int8)
+        packed[:, :SCALE_BYTES] = scales.view(torch.int8)
+        # Where all is 0, so is the scale, and 0 / 0 must be 0.
+        heads /= scales.clamp_min(torch.finfo(torch.float32).tiny)
+        packed[:, SCALE_BYTES:] = heads.round_().clamp_(-127, 127)
+        return packed.numpy().tobytes()
+
+    def _unpack_kv(self, payload: bytes | memoryview) -> bytes:
+        packed = torch.frombuffer(bytearray(payload), dtype=torch.int8)
+        packed = packed.view(-1, SCALE_BYTES + self.layout.head_dim)
+        scales = packed[:, :SCALE_BYTES].contiguous().view(torch.float32)
+        heads = packed[:, SCALE_BYTES:].to(torch.float32) * scales
+        return heads.to(self._pool.dtype).view(torch.uint8).numpy().tobytes()
 
     async def close(self) -> None:
         """See `Engine.close`. Waits for a step in flight."""

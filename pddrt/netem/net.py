@@ -60,6 +60,11 @@ class Topology:
             return None
         raise LookupError(f"no link between site {a} ({src}) and site {b} ({dst})")
 
+    def joined(self, src: str, dst: str) -> bool:
+        """Whether there is a path between two instances. Raises KeyError for an unknown one."""
+        a, b = self.sites[src], self.sites[dst]
+        return a == b or any(link.between in ((a, b), (b, a)) for link in self.links)
+
 
 @dataclass(slots=True)
 class LinkStats:
@@ -121,6 +126,10 @@ class Connection(Protocol):
 class Net(Protocol):
     async def listen(self, name: str, accept: Accept) -> None:
         """Lets others connect to `name`; `accept(connection)` runs as a task for each that does."""
+        ...
+
+    def unlisten(self, name: str) -> None:
+        """Nobody can connect to `name` any more, until it listens again. What is open stays."""
         ...
 
     async def connect(self, src: str, dst: str) -> Connection:

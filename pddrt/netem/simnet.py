@@ -30,7 +30,7 @@ class _End:
 
     def __init__(self, net: SimNet, name: str, peer: str, number: int) -> None:
         self.far: _End | None = None
-        self.stream = Stream(peer, net.direction(name, peer), self)
+        self.stream = Stream(net, name, peer, self)
         self._net = net
         self._number = number
         self._reader = FrameReader(self.stream.take, _SCRATCH)
@@ -83,6 +83,9 @@ class SimNet(EmulatedNet):
         assert name in self.topology.sites
         assert name not in self._listeners
         self._listeners[name] = accept
+
+    def unlisten(self, name: str) -> None:
+        self._listeners.pop(name, None)
 
     async def connect(self, src: str, dst: str) -> Connection:
         """Raises LookupError for an instance the topology lacks, ConnectionLost if `dst` does not

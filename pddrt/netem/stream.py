@@ -26,11 +26,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import partial
 from typing import Protocol
 
 from pddrt.env import Env
-from pddrt.errors import BadFrame, ConnectionLost, PeerError
+from pddrt.errors import ConnectionLost, PeerError
 from pddrt.frames import Frame
 from pddrt.netem.flow import Direction, Load
 from pddrt.netem.link import Flow, Link
@@ -65,11 +66,11 @@ class Carrier(Protocol):
     def resume(self) -> None: ...
 
 
-class _Outgoing:
+class Outgoing:
     """A frame on its way into the link; `done` is set when the last piece is in (nobody waits for a
-    post)."""
+    post). While `held` neither it nor what is behind it goes on."""
 
-    __slots__ = ("account", "done", "left", "nbytes", "parts", "posted")
+    __slots__ = ("account", "done", "held", "kind", "left", "nbytes", "parts", "posted")
 
     def __init__(self, frame: Frame, done: asyncio.Future[None] | None) -> None:
         body = memoryview(frame.payload)
@@ -81,7 +82,9 @@ class _Outgoing:
             payload = body.cast("B")
         self.parts: deque[memoryview] = deque(memoryview(p) for p in (head, payload) if len(p))
         self.nbytes = self.left = len(head) + len(payload)
+        self.kind = frame.kind
         self.account = frame.account
+        self.held = False
         self.done = done
         self.posted = 0 if done else self.nbytes
         if done is None:
@@ -94,6 +97,22 @@ class _Outgoing:
     def own(self) -> None:
         """Copies what the sender may still change."""
         self.parts = deque(memoryview(_frozen(part)) for part in self.parts)
+
+    def whole(self) -> bytes:
+        """All of it, as long as it has not begun."""
+        return b"".join(self.parts)
+
+    def replace(self, whole: bytes) -> None:
+        """Other bytes in its place, as long as it has not begun."""
+        self.parts = deque([memoryview(whole)])
+        self.nbytes = self.left = len(whole)
+
+    def copy(self) -> Outgoing:
+        """Another of the same bytes, which nobody waits for, and which no bound counts."""
+        other = copy(self)
+        other.parts, other.done, other.posted = deque(self.parts), None, 0
+        other.own()
+        return other
 
     def take(self, nbytes: int) -> list[Buffer]:
         """The next `nbytes`, as buffers that will not change."""
@@ -117,12 +136,15 @@ class Stream:
     """One end of a connection: `net.Connection`, over a carrier. See the module for its window and
     its ends."""
 
-    def __init__(self, peer: str, direction: Direction, carrier: Carrier) -> None:
+    def __init__(self, net: EmulatedNet, name: str, peer: str, carrier: Carrier) -> None:
+        """The end of `name`; the other is that of `peer`."""
+        self.name = name
         self.peer = peer
-        self._direction = direction
+        self._net = net
+        self._direction = net.direction(name, peer)
         self._carrier = carrier
         self._flow = Flow()
-        self._pending: deque[_Outgoing] = deque()
+        self._pending: deque[Outgoing] = deque()
         self._queued = 0  # bytes in the link's queue
         self._posted = 0  # bytes of posts, pending or queued
         self._paused = False  # the other side takes no more for now
@@ -140,7 +162,7 @@ class Stream:
     async def send(self, frame: Frame) -> None:
         self.check_open()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        out = _Outgoing(frame, done)
+        out = Outgoing(frame, done)
         self._put(out)
         try:
             await done
@@ -151,7 +173,7 @@ class Stream:
     def post(self, frame: Frame) -> None:
         if self._lost or self._closing:
             return
-        out = _Outgoing(frame, None)
+        out = Outgoing(frame, None)
         if self._posted + out.nbytes > POST_BUFFER:
             raise PeerError(
                 f"{self.peer} does not take its control frames: {self._posted} bytes are queued, "
@@ -245,25 +267,39 @@ class Stream:
         if self._lost is None:
             self._shut(ConnectionLost(*error.args))
 
-    def broken(self, error: BadFrame) -> None:
-        """Bytes arrived that are no frame: nothing after them can be read. Ends the stream both
+    def broken(self, error: PeerError) -> None:
+        """Nothing more can be read here: bytes arrived that are no frame, say. Ends the stream both
         ways."""
         mark = self._lost is None
         self.lost(error)
         if mark:
             self.signal(self._carrier.end)
 
+    def let_go(self, out: Outgoing) -> None:
+        """`out` is held no longer."""
+        out.held = False
+        self._pump()
+
     # -- the sending half -------------------------------------------------------------------------
 
-    def _put(self, out: _Outgoing) -> None:
+    def _put(self, out: Outgoing) -> None:
+        if self._net.tamper is None:
+            self._queue(out)
+        else:
+            for one in self._net.tamper(self, out):
+                self._queue(one)
+        self._pump()
+
+    def _queue(self, out: Outgoing) -> None:
         self._pending.append(out)
         self._direction.waiting += out.left
-        self._pump()
 
     def _pump(self) -> None:
         """Moves pending bytes into the link while there is room."""
         while self._pending and not self._paused:
             out = self._pending[0]
+            if out.held:
+                return
             size = min(self._direction.load_bytes, out.left)
             if self._queued + size > self._direction.send_buffer:
                 return
@@ -296,7 +332,7 @@ class Stream:
         if not self._pending and not self._queued:
             self._settle_drains(None)
 
-    def _desert(self, out: _Outgoing) -> None:
+    def _desert(self, out: Outgoing) -> None:
         """The task that sends `out` was cancelled. What has begun must be sent whole, or the stream
         is lost."""
         if out in self._pending:
@@ -341,6 +377,10 @@ class Stream:
             self._reader.set_result(None)
 
 
+Tamper = Callable[[Stream, Outgoing], Iterable[Outgoing]]
+"""What becomes of a frame that a stream was given to send."""
+
+
 class EmulatedNet:
     """A topology's directions, and what both nets do alike: `net.Net` but for listening and
     connecting."""
@@ -349,6 +389,8 @@ class EmulatedNet:
         self.env = env
         self.topology = topology
         self.closed = False
+        self.tamper: Tamper | None = None
+        """What every frame goes through between its sender and the link (see `faults`)."""
         self._look_ahead = look_ahead
         self._quantum = quantum
         self._directions: dict[tuple[str, str, str], Direction] = {}
@@ -379,24 +421,31 @@ class EmulatedNet:
 
     # -- faults -----------------------------------------------------------------------------------
 
-    def set_rate(self, link: str, rate: int | None) -> None:
-        """A new rate (bytes/s) for both directions of `link`, from now on. Raises LookupError."""
-        directions = self._of_link(link)
-        between = next(s.between for s in self.topology.links if s.name == link)
-        self.env.trace.emit(LinkRate(self.env.now(), link, between, rate))
+    def set_rate(self, link: str, rate: int | None, way: tuple[str, str] | None = None) -> None:
+        """A new rate (bytes/s) for both directions of `link`, or that `way` between two sites, from
+        now on. Raises LookupError."""
+        directions = self._of_link(link, way)
+        between = way or next(s.between for s in self.topology.links if s.name == link)
+        self.env.trace.emit(LinkRate(self.env.now(), link, between, rate, way is not None))
         for direction in directions:
             direction.set_rate(rate)
 
-    def set_delay(self, link: str, delay: Ns, jitter: Ns = 0) -> None:
-        """A new delay for both directions of `link`, from now on. Raises LookupError,
-        ValueError."""
-        for direction in self._of_link(link):
+    def set_delay(
+        self, link: str, delay: Ns, jitter: Ns = 0, way: tuple[str, str] | None = None
+    ) -> None:
+        """A new delay for both directions of `link`, or that `way`, from now on. Raises
+        LookupError, ValueError."""
+        for direction in self._of_link(link, way):
             direction.set_delay(delay, jitter)
 
-    def _of_link(self, link: str) -> list[Direction]:
-        found = [d for (name, _, _), d in self._directions.items() if name == link]
+    def _of_link(self, link: str, way: tuple[str, str] | None) -> list[Direction]:
+        found = [
+            direction
+            for (name, src, dst), direction in self._directions.items()
+            if name == link and way in (None, (src, dst))
+        ]
         if not found:
-            raise LookupError(f"no link is called {link!r}")
+            raise LookupError(f"no link is called {link!r}" if way is None else f"{link}: {way}")
         return found
 
     # -- for the nets -----------------------------------------------------------------------------

@@ -211,11 +211,16 @@ class TcpNet(EmulatedNet):
         self._servers[name] = (server, accept)
         self.addresses[name] = (self._host, sock.getsockname()[1])
 
+    def unlisten(self, name: str) -> None:
+        if name in self._servers:
+            self._servers.pop(name)[0].close()
+            del self.addresses[name]
+
     async def connect(self, src: str, dst: str) -> Connection:
         """Raises LookupError for an instance the topology lacks, ConnectionLost if `dst` cannot be
         reached."""
         near = _Socket(self, None)
-        near.stream = stream = Stream(dst, self.direction(src, dst), near)
+        near.stream = stream = Stream(self, src, dst, near)
         is_open = False
         try:
             if self.closed:
@@ -273,7 +278,9 @@ class TcpNet(EmulatedNet):
         BadFrame."""
         if not isinstance(src, str) or src not in self.topology.sites:
             raise BadFrame(f"a hello from {src!r}, who is not in the topology")
-        stream = Stream(src, self.direction(name, src), end)
+        if name not in self._servers:
+            raise BadFrame(f"{name} does not listen any more")
+        stream = Stream(self, name, src, end)
         stream.signal(partial(end.write, [Frame("welcome").head()]))
         accept = self._servers[name][1]
         self.serve(accept, stream, f"{name} serves {src} #{next(self._numbers)}")

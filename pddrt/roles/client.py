@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 from pddrt.env import Env
-from pddrt.errors import ConnectionLost, PeerError
+from pddrt.errors import BadFrame, ConnectionLost, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.messages import unpack_logprobs
 from pddrt.netem.net import Connection, Net
 from pddrt.roles.node import Node
 from pddrt.trace import Accepted, Finished, RequestSent, TokensReceived
@@ -80,12 +81,13 @@ class Client(Node):
         request = f"s{session.index}.{turn}"
         call = self._calls[request] = Call()
         seed = self.env.rng(f"sampling/{request}").getrandbits(48)
-        sampling = astuple(replace(self.sampling, seed=seed))
+        sampling = astuple(what.sampling or replace(self.sampling, seed=seed))
         self.env.trace.emit(
             RequestSent(self.env.now(), request, session.index, turn, what.text, sampling)
         )
         about = {
             "request": request,
+            "session": f"s{session.index}",
             "text": what.text,
             "system": session.system,
             "answer": answer,
@@ -125,6 +127,15 @@ class Client(Node):
         for request in self._calls:
             self.post(self.gateway, "cancel", request=request)
 
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """Requests that have not ended."""
+        return tuple(request for request, call in self._calls.items() if not call.reason)
+
+    def cancel(self, request: str) -> None:
+        """The user does not want the answer any more."""
+        self.post(self.gateway, "cancel", request=request)
+
     async def close(self) -> None:
         for request in list(self._calls):
             self.fail(request, "the run was ended")
@@ -139,10 +150,13 @@ class Client(Node):
             self.env.trace.emit(Accepted(self.env.now(), frame["request"], tuple(call.ids)))
 
     def on_answer(self, conn: Connection, frame: Frame) -> None:
+        """Each position once, in order: what comes again is dropped, a gap cannot be filled."""
         request, ids = frame["request"], unpack_ids(frame.payload)
-        if call := self._calls.get(request):
+        call, start = self._calls.get(request), frame["start"]
+        if call and not call.reason and start >= len(call.output):
+            if start > len(call.output):
+                raise BadFrame(f"an id at {start} where {len(call.output)} is next")
             call.output.extend(ids)
-            start = frame["start"]
             self.env.trace.emit(
                 TokensReceived(
                     self.env.now(),
@@ -152,6 +166,7 @@ class Client(Node):
                     frame["source"],
                     tuple(ids),
                     frame["text"],
+                    tuple(unpack_logprobs(frame["logprobs"], len(ids))),
                 )
             )
 

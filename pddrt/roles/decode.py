@@ -1,74 +1,53 @@
 """RLD and MD: the same worker with other duties.
 
-Both take an offer from P, reserve pages, receive KV by token ranges, and decode; what each may do
-when is decided by its half of `protocol` (`RelaySide`, `MainSide`). This shell executes: it writes
-KV into pages, steps sequences, and carries messages.
+What each may do when is decided by its half of `protocol` (`RelaySide`, `MainSide`); when an RLD
+sends what, by the handoff policy. This shell executes: it steps sequences and carries messages.
+Ids go to the gateway as they are made, by absolute position.
 
-Whoever first holds the whole KV and the first id (RLD, or MD in P-MD) delivers that id to the
-gateway, marked P: until then the gateway has nothing to show. Ids go to the gateway as they are
-made, by absolute position.
-
-A request is admitted with room for its prompt and one token more; it grows as it decodes. Where
-memory runs out, who came last is preempted and later rebuilt from its ids, here: P may have
-forgotten its KV by then. What could not end even if it were alone is refused at the door.
+A sequence grows as it decodes. Where memory runs out, who came last is preempted and later rebuilt
+from its ids, here: P may have forgotten its KV by then.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pddrt.engine.base import Engine
-from pddrt.env import Env, Timer
-from pddrt.errors import BadFrame, PeerError
+from pddrt.env import Env
+from pddrt.errors import BadFrame
 from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.messages import Limits, Manifest
 from pddrt.netem.net import Connection, Net
+from pddrt.policy.handoff import Decision, Facts, Policy, equilibrium, name_of, patience
 from pddrt.protocol import (
     Action,
+    CaughtUp,
     Decode,
-    Limits,
+    Extend,
+    LetFollow,
     MainSide,
-    Manifest,
     Ready,
     RelaySide,
     SendIds,
     State,
 )
-from pddrt.roles.node import Instance, InstanceSpec
+from pddrt.roles.node import InstanceSpec
+from pddrt.roles.receive import Decoding, Receiver
 from pddrt.sched import Outcome, SequenceState
 from pddrt.trace import (
+    HandoffBegan,
+    HandoffCaughtUp,
+    HandoffEnded,
     HandoffSent,
     HandoffTaken,
-    KVReceived,
-    KVWhole,
     MainReady,
     TokensMade,
 )
-from pddrt.types import Letter, Ns
+from pddrt.types import Ns
 
 
-@dataclass(slots=True)
-class Decoding:
-    """A request on a decoder."""
-
-    manifest: Manifest
-    prefill: str
-    side: RelaySide | MainSide
-    lease: Timer
-    admitted: bool = False
-    stream: Connection | None = None
-    """Where its KV comes in."""
-    answered: bool = False
-    """The client has the whole answer; what still arrives is for the cache."""
-    lesson: list[int] | None = None
-    """Prompt and answer, to be learnt when the KV of the prompt is here."""
-    seq: SequenceState | None = None
-
-    @property
-    def request(self) -> str:
-        return self.manifest.request
-
-
-class Decoder(Instance):
+class Decoder(Receiver):
     """An RLD or an MD, as `spec.role` says."""
 
     def __init__(
@@ -80,297 +59,221 @@ class Decoder(Instance):
         *,
         eos_ids: frozenset[int],
         lease: Ns,
+        handoff: Policy,
+        round_trips: Mapping[str, Ns],
+        piece: int | None = None,
     ) -> None:
-        super().__init__(env, net, engine, spec)
-        self.eos_ids = eos_ids
-        self.lease = lease
-        self._entries: dict[str, Decoding] = {}
+        """`handoff`: of a relay decoder. `round_trips`: to each main decoder, twice the path's
+        delay. `piece`: of a main decoder that decodes along with a relay, ids that one step may
+        extend over.
+        """
+        super().__init__(env, net, engine, spec, eos_ids=eos_ids, lease=lease)
+        self.handoff = handoff
+        self.round_trips = round_trips
+        self.piece = piece
 
-    # -- admission ---------------------------------------------------------------------------------
-
-    def on_offer(self, conn: Connection, frame: Frame) -> None:
-        """From P: KV of this request will come, if we take it."""
-        manifest = Manifest.parse(frame.fields, unpack_ids(frame.payload))
-        limits = Limits(len(manifest.prompt), manifest.max_tokens, self.eos_ids)
-        refusal = manifest.objection(self.engine.layout)
-        if manifest.request in self._entries or self.memory.holds(manifest.request):
-            refusal = "a request of that id is here already"
-        elif self.name not in (manifest.relay, manifest.main):
-            refusal = f"{self.name} has no part in it"
-        elif not manifest.prompt:
-            refusal = "the prompt is empty"
-        elif manifest.gateway not in self.peers:
-            refusal = f"{manifest.gateway} is out of reach: nobody could end it here"
-        elif limits.kv_tokens > self.spec.kv_tokens:
-            refusal = f"{limits.kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
-        if refusal:
-            self.post(
-                conn.peer, "refuse", request=manifest.request, epoch=manifest.epoch, reason=refusal
-            )
-            return
-        side = (
-            RelaySide(limits)
-            if manifest.relay == self.name
-            else MainSide(limits, relayed=manifest.relay is not None)
-        )
-        lease = self.env.call_at(
-            self.env.now() + self.lease,
-            self.fail,
-            manifest.request,
-            f"lease expired on {self.name}",
-        )
-        self._entries[manifest.request] = Decoding(manifest, conn.peer, side, lease)
-        tokens = min(limits.kv_tokens, limits.prompt_len + 1)
-        self.wait_for_memory(manifest.request, manifest.prompt, tokens)
-
-    def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
-        if frame.kind == "offer":
-            epoch = frame.fields.get("epoch")
-            self.post(conn.peer, "refuse", request=request, epoch=epoch, reason=detail)
-        else:
-            super().blame(conn, frame, request, detail)
-
-    def admitted(self, request: str, hit: int) -> None:
-        """Only what is not cached here will be sent; an empty transfer is a transfer, and whole."""
-        entry = self._entries[request]
-        entry.admitted = True
-        self.post(entry.prefill, "admit", request=request, epoch=entry.manifest.epoch, have=hit)
-        self._kv_arrived(entry, entry.side.on_kv(0, hit))
-
-    # -- KV ----------------------------------------------------------------------------------------
-
-    def _find(self, conn: Connection, frame: Frame) -> Decoding | None:
-        """The request that P speaks of; None when it is gone, of another epoch or of another P."""
-        entry = self._entries.get(frame["request"])
-        if entry is None or (entry.prefill, entry.manifest.epoch) != (conn.peer, frame["epoch"]):
-            return None
-        return entry
-
-    def on_kv(self, conn: Connection, frame: Frame) -> None:
-        if entry := self._find(conn, frame):
-            entry.stream = conn
-            start, end, size = frame["start"], frame["end"], len(frame.payload)
-            theirs = entry.manifest.layout
-            if not entry.admitted or size != (end - start) * theirs.bytes_per_token:
-                raise BadFrame(
-                    f"{size} bytes are not the KV of [{start}, {end}) that was asked for"
-                )
-            # A range that is wrong is refused before it is written.
-            actions = entry.side.on_kv(start, end)
-            runs = self.memory.runs(entry.request, start, end)
-            payload: bytes | memoryview = memoryview(frame.payload)
-            if theirs.dtype != self.engine.layout.dtype:
-                payload = self.engine.convert_kv(payload, theirs.dtype)
-            self.engine.write_kv(runs, payload)
-            self.env.trace.emit(
-                KVReceived(self.env.now(), entry.request, self.name, start, end, len(frame.payload))
-            )
-            self._kv_arrived(entry, actions)
-
-    def on_first(self, conn: Connection, frame: Frame) -> None:
-        """From P, behind the KV: the id at position m."""
-        if entry := self._find(conn, frame):
-            if frame["position"] != entry.side.limits.prompt_len:
-                raise BadFrame(f"a first id at {frame['position']}")
-            self._kv_arrived(entry, entry.side.on_first(frame["id"]))
-
-    def _kv_arrived(self, entry: Decoding, actions: list[Action]) -> None:
-        side, manifest = entry.side, entry.manifest
-        relayed_main = isinstance(side, MainSide) and side.relayed
-        if side.kv.whole and (relayed_main or side.ids or entry.answered):
-            self.env.trace.emit(
-                KVWhole(self.env.now(), entry.request, self.name, side.limits.prompt_len)
-            )
-            self.keep(entry.request, manifest.prompt[: self.memory.whole(side.limits.prompt_len)])
-            self.post(entry.prefill, "whole", request=entry.request, epoch=manifest.epoch)
-            self.post(manifest.gateway, "whole", request=entry.request)
-            if entry.answered:
-                self._end(entry)
-                return
-            if not relayed_main:
-                self._deliver(entry, side.limits.prompt_len, side.ids[0], "P")
-        self._execute(entry, actions)
+    def side(self, manifest: Manifest, limits: Limits) -> RelaySide | MainSide:
+        if manifest.relay != self.name:
+            return MainSide(limits, relayed=manifest.relay is not None)
+        if manifest.main is None:
+            return RelaySide(limits)
+        return RelaySide(limits, ask=partial(self._ask, manifest.request))
 
     # -- the handoff -------------------------------------------------------------------------------
 
     def on_ready(self, conn: Connection, frame: Frame) -> None:
         """RLD, from MD: it holds the whole KV."""
+        if (found := self._relayed(conn, frame)) is None:
+            return
+        entry, side = found
+        self.env.trace.emit(MainReady(self.env.now(), entry.request, self.name, conn.peer))
+        self.execute(entry, side.on_main_ready(entry.coming))
+
+    def on_caught(self, conn: Connection, frame: Frame) -> None:
+        """RLD, from MD: it has the KV of the last piece."""
+        if (found := self._relayed(conn, frame)) is None:
+            return
+        entry, side = found
+        if side.state is State.ROUND:
+            about = (entry.request, self.name, frame["end"], side.next + entry.coming)
+            self.env.trace.emit(HandoffCaughtUp(self.env.now(), *about))
+        self.execute(entry, side.on_caught_up(frame["end"], entry.coming))
+
+    def _overdue(self, request: str) -> None:
+        """RLD: the answer to a piece is. No request fails for it: MD may be busy, and the last ids
+        are all that it needs.
+        """
+        if (entry := self._entries.get(request)) and isinstance(entry.side, RelaySide):
+            self.execute(entry, entry.side.on_overdue(entry.coming))
+
+    def _relayed(self, conn: Connection, frame: Frame) -> tuple[Decoding, RelaySide] | None:
+        """The request that its main decoder speaks of; None when it is gone."""
+        entry = self._entries.get(frame["request"])
+        if entry is None or not isinstance(entry.side, RelaySide):
+            return None
+        if conn.peer != entry.manifest.main:
+            raise BadFrame(f"{conn.peer} is not its main decoder")
+        entry.main_step, entry.main_token = frame["step_ns"], frame["token_ns"]
+        return entry, entry.side
+
+    def on_switched(self, conn: Connection, frame: Frame) -> None:
+        """RLD, from the gateway: it has had an id of MD's first."""
         entry = self._entries.get(frame["request"])
         if entry is None or not isinstance(entry.side, RelaySide):
             return
-        if conn.peer != entry.manifest.main:
-            raise BadFrame(f"{conn.peer} is not its main decoder")
-        self.env.trace.emit(MainReady(self.env.now(), entry.request, self.name, conn.peer))
-        in_step = entry.seq is not None and entry.seq.in_step
-        self._execute(entry, entry.side.on_main_ready(in_step))
+        if conn.peer != entry.manifest.gateway:
+            raise BadFrame(f"{conn.peer} is not its gateway")
+        entry.side.on_switched()
+        self.execute(entry, [])
 
     def on_ids(self, conn: Connection, frame: Frame) -> None:
         """MD, from RLD: what it made meanwhile."""
+        if (found := self._main(conn, frame, "relay")) is None:
+            return
+        entry, side = found
+        ids = unpack_ids(frame.payload)
+        self.execute(entry, side.on_ids(frame["start"], ids, frame["last"]))
+
+    def on_follow(self, conn: Connection, frame: Frame) -> None:
+        """MD, from the gateway: what it passed on of RLD's."""
+        if (found := self._main(conn, frame, "gateway")) is None:
+            return
+        entry, side = found
+        ids = unpack_ids(frame.payload)
+        self.execute(entry, side.on_follow(frame["start"], ids, entry.in_step))
+
+    def _main(self, conn: Connection, frame: Frame, role: str) -> tuple[Decoding, MainSide] | None:
+        """The request whose relay or gateway sends ids; None when it is gone."""
         entry = self._entries.get(frame["request"])
         if entry is None or not isinstance(entry.side, MainSide):
-            return
-        if conn.peer != entry.manifest.relay:
-            raise BadFrame(f"{conn.peer} is not its relay decoder")
-        ids = unpack_ids(frame.payload)
-        actions = entry.side.on_ids(frame["start"], ids, frame["last"])
-        if frame["last"]:
-            self.env.trace.emit(
-                HandoffTaken(self.env.now(), entry.request, self.name, len(entry.side.ids))
-            )
-        self._execute(entry, actions)
+            return None
+        if conn.peer != getattr(entry.manifest, role):
+            raise BadFrame(f"{conn.peer} is not its {role}")
+        return entry, entry.side
 
-    def _execute(self, entry: Decoding, actions: list[Action]) -> None:
+    def _ask(self, request: str, lacking: int, before: tuple[int, ...], left: int) -> Decision:
+        """RLD: what the handoff policy says now."""
+        entry, memory, batch = self._entries[request], self.memory, len(self.sched.sequences)
+        busy = max(memory.used / memory.num_pages, min(1.0, batch / self.spec.max_batch))
+        main = entry.manifest.main
+        assert main is not None
+        facts = Facts(
+            lacking=lacking,
+            before=before,
+            left=left,
+            step=self.pace.step,
+            main_step=entry.main_step,
+            main_token=entry.main_token,
+            round_trip=self.round_trips.get(main, 0),
+            pressure=1.0 if len(self.admission) else busy,
+        )
+        decision = self.handoff.decide(facts)
+        if entry.asked is None:
+            about = (request, self.name, main, name_of(self.handoff), lacking)
+            kind = type(decision).__name__.lower()
+            self.env.trace.emit(HandoffBegan(self.env.now(), *about, kind, equilibrium(facts)))
+        entry.asked = facts
+        return decision
+
+    def execute(self, entry: Decoding, actions: list[Action]) -> None:
+        if entry.overdue is not None and entry.side.state is not State.ROUND:
+            entry.overdue.cancel()
         for action in actions:
             match action:
-                case Decode(ids):
-                    prompt = list(entry.manifest.prompt)
-                    entry.seq = SequenceState(
-                        entry.request,
-                        prompt + list(ids),
-                        len(prompt),
-                        len(prompt),
-                        entry.manifest.sampling,
-                    )
-                    self.sched.add(entry.seq)
-                    self.wake()
-                case Ready():
-                    assert entry.manifest.relay is not None
-                    self.post(entry.manifest.relay, "ready", request=entry.request)
-                case SendIds(start, ids, last):
-                    self.post(
-                        entry.manifest.main,
-                        "ids",
-                        pack_ids(ids),
-                        request=entry.request,
-                        start=start,
-                        last=last,
-                    )
-                    self.env.trace.emit(
-                        HandoffSent(
-                            self.env.now(),
-                            entry.request,
-                            self.name,
-                            entry.manifest.main,
-                            start,
-                            start + len(ids),
-                            last,
-                        )
-                    )
+                case Decode(ids, kept):
+                    self._go_on(entry, ids, kept)
+                case Extend(ids):
+                    self._go_on(entry, ids, kept=len(ids), draws=False)
+                case Ready() | CaughtUp():
+                    self._answer_relay(entry, action)
+                case SendIds():
+                    self._send_ids(entry, action)
+                case LetFollow():
+                    self.post(entry.manifest.gateway, "overlap", request=entry.request)
         if entry.side.state is State.HANDED:
+            if isinstance(entry.side, RelaySide) and entry.side.bound:
+                about = (entry.request, self.name, entry.side.next, entry.side.reason)
+                self.env.trace.emit(HandoffEnded(self.env.now(), *about))
             self._end(entry)
+
+    def _go_on(self, entry: Decoding, ids: Sequence[int], kept: int, draws: bool = True) -> None:
+        """Prompt and answer `ids` are to be computed; where there was a sequence, its KV holds for
+        the prompt and `kept` of the answer.
+        """
+        request, prompt, seq = entry.request, entry.manifest.prompt, entry.seq
+        pending = known = 0
+        if seq is None:
+            limits = entry.side.limits
+            seq = entry.seq = SequenceState(
+                request, [*prompt, *ids], len(prompt), len(prompt), None, limits=limits
+            )
+            self.sched.add(seq)
+        else:
+            pending, known = seq.pending, len(seq.ids) - len(prompt)
+            waits = request not in self.sched.sequences
+            if not waits and len(prompt) + kept < self.memory.holding(request).hit:
+                # It was rebuilt from the cache, with what it now gives up: not its pages to write.
+                self.preempt(request)
+            seq.ids[len(prompt) :] = ids
+            seq.computed = min(seq.computed, len(prompt) + kept)
+        seq.sampling = entry.manifest.sampling if draws else None
+        seq.active = True
+        seq.piece = self.piece if entry.side.state is State.FOLLOWING else None
+        if isinstance(entry.side, MainSide) and entry.side.relayed:
+            about = (request, self.name, seq.pending - pending, len(seq.ids))
+            back = max(0, known - kept)
+            self.env.trace.emit(HandoffTaken(self.env.now(), *about, draws, back))
+        self.wake()
+
+    def _answer_relay(self, entry: Decoding, action: Ready | CaughtUp) -> None:
+        relay = entry.manifest.relay
+        assert relay is not None
+        about: dict[str, object] = {"request": entry.request}
+        about |= {"step_ns": self.pace.step, "token_ns": self.pace.token}
+        if isinstance(action, CaughtUp):
+            self.post(relay, "caught", b"", **about, end=action.end)
+        else:
+            self.post(relay, "ready", b"", **about)
+
+    def _send_ids(self, entry: Decoding, action: SendIds) -> None:
+        main, request = entry.manifest.main, entry.request
+        assert main is not None
+        about = {"request": request, "start": action.start, "last": action.last}
+        packed, end = pack_ids(action.ids), action.start + len(action.ids)
+        self.post(main, "ids", packed, **about)
+        size = Frame("ids", about, packed).size
+        event = (request, self.name, main, action.start, end, action.last, size, action.reason)
+        self.env.trace.emit(HandoffSent(self.env.now(), *event))
+        if not action.last:
+            assert entry.asked is not None
+            if entry.overdue is not None:
+                entry.overdue.cancel()
+            until = self.env.now() + patience(entry.asked, len(action.ids))
+            entry.overdue = self.env.call_at(until, self._overdue, request)
 
     # -- tokens ------------------------------------------------------------------------------------
 
     def stepped(self, outcome: Outcome) -> None:
-        if outcome.next_id is None:
+        if outcome.request in self._alone:
+            super().stepped(outcome)
             return
         entry = self._entries[outcome.request]
-        position, token, side = outcome.end, outcome.next_id, entry.side
-        self.env.trace.emit(
-            TokensMade(
-                self.env.now(),
-                entry.request,
-                self.name,
-                self.letter,
-                position,
-                position + 1,
-                (token,),
-            )
-        )
-        self._deliver(entry, position, token, self.letter)
-        if isinstance(side, MainSide):
-            if side.on_token(token):
-                self.sched.drop(
-                    entry.request
-                )  # the pages stay until the gateway closes the request
+        side, position, drawn = entry.side, outcome.end, outcome.drawn
+        if drawn is None:
+            if isinstance(side, MainSide):
+                assert entry.seq is not None
+                self.execute(entry, side.on_computed(entry.seq.pending))
             return
+        assert position == side.next
+        token = drawn.token
+        made = (self.env.now(), entry.request, self.name, self.letter)
+        self.env.trace.emit(TokensMade(*made, position, position + 1, (token,)))
+        if not isinstance(side, MainSide) or position >= side.limits.prompt_len + len(side.told):
+            self._deliver(entry, position, drawn, self.letter, after=side.chain)
         actions, reason = side.on_token(token)
-        if reason:
-            self.sched.drop(entry.request)
-        self._execute(entry, actions)
-
-    def _deliver(self, entry: Decoding, position: int, token: int, source: Letter) -> None:
-        self.post(
-            entry.manifest.gateway,
-            "tokens",
-            pack_ids([token]),
-            request=entry.request,
-            start=position,
-            source=source,
-        )
-
-    # -- ends --------------------------------------------------------------------------------------
-
-    def on_close(self, conn: Connection, frame: Frame) -> None:
-        """From the gateway: the request is over, whatever is left of it here. KV that is on its way
-        to a main decoder's cache still arrives (see `Prefill.on_close`).
-        """
-        entry = self._entries.get(frame["request"])
-        if entry is None or conn.peer != entry.manifest.gateway:
-            return
-        main, receiving = isinstance(entry.side, MainSide), entry.side.state is State.RECEIVING
-        if frame["answered"] and main and receiving and self.spec.caching:
-            entry.answered = True
-        else:
-            self._end(entry)
-
-    def on_learn(self, conn: Connection, frame: Frame) -> None:
-        entry = self._entries.get(frame["request"])
-        if entry is not None and entry.answered:
-            entry.lesson = unpack_ids(frame.payload)
-        else:
-            super().on_learn(conn, frame)
-
-    def fail(self, request: str, detail: str) -> None:
-        """P is told too, while it sends: the gateway may have forgotten a request that was
-        answered.
-        """
-        if entry := self._entries.get(request):
-            self.post(entry.manifest.gateway, "failed", request=request, detail=detail)
-            if entry.side.state is State.RECEIVING:
-                epoch = entry.manifest.epoch
-                self.post(entry.prefill, "refuse", request=request, epoch=epoch, reason=detail)
-            self._end(entry)
-
-    def on_withdraw(self, conn: Connection, frame: Frame) -> None:
-        """From P: its offer no longer stands. Whoever has the whole KV does not need P any more."""
-        entry = self._find(conn, frame)
-        if entry and entry.side.state is State.RECEIVING:
-            self._end(entry)
-
-    def peer_lost(self, conn: Connection, error: PeerError) -> None:
-        for entry in list(self._entries.values()):
-            needed = {entry.manifest.gateway}
-            if entry.side.state is State.RECEIVING:
-                needed.add(entry.prefill)
-            if isinstance(entry.side, MainSide) and entry.side.state in (
-                State.RECEIVING,
-                State.READY,
-            ):
-                needed.add(entry.manifest.relay or entry.manifest.gateway)
-            if conn.peer in needed:
-                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
-
-    def stream_lost(self, conn: Connection, error: PeerError) -> None:
-        for entry in list(self._entries.values()):
-            if entry.stream is conn and entry.side.state is State.RECEIVING:
-                self.fail(entry.request, f"{self.name} lost KV from {conn.peer}: {error}")
-
-    def _end(self, entry: Decoding) -> None:
-        del self._entries[entry.request]
-        entry.lease.cancel()
-        whole = entry.side.kv.whole
-        entry.side.close()
-        if entry.seq is not None:
-            self.keep(entry.request, entry.seq.ids[: entry.seq.computed])
-        elif whole:
-            self.keep(entry.request, entry.manifest.prompt)
-        self.give_back(entry.request)
-        if entry.lesson is not None:
-            self.learn(entry.request, entry.lesson, len(entry.manifest.prompt))
-
-    def end_all(self) -> None:
-        for entry in list(self._entries.values()):
-            entry.lesson = None
-            self._end(entry)
-        super().end_all()
+        if reason and side.state is State.FOLLOWING:
+            assert entry.seq is not None
+            entry.seq.active = False
+        elif reason:
+            self.sched.drop(entry.request)  # pages stay until the gateway closes the request
+        self.execute(entry, actions)

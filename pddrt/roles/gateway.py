@@ -1,86 +1,56 @@
 """The gateway: where a request enters, gets its route, and becomes one contiguous stream of text.
 
-It is the one accountant. It tokenises once, asks the policy for pipeline and instances, refuses
-what can never fit, puts ids in order by position whoever made them, turns them into text, applies
-`finish` to every id in order, and closes the request on every instance when it is over. It holds
-the deadline of the whole request; each role holds a lease somewhat longer, so that a lost gateway
-strands nothing.
+It is the one accountant. It tokenises once, asks the policy for pipeline and instances (`outlook`
+says what that may know), refuses what can never fit, puts ids in order by position whoever made
+them (`answer`), and closes the request on every instance when it is over. It holds the deadline of
+the whole request; each role holds a lease somewhat longer, so that a lost gateway strands nothing.
 
-Ids past the end of an answer, or of a position that was there before, are dropped.
+Where both decoders of a request decode, it is the arbiter: it passes on whichever id of a position
+comes first, sends the main decoder what it passed on of the relay's, and tells the relay when the
+main decoder was first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 
-from pddrt.engine.tokens import Detokenizer, Tokenizer
+from pddrt.engine.tokens import Tokenizer
 from pddrt.env import Env, Timer
 from pddrt.errors import BadFrame, BadInput, PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
-from pddrt.kv.memory import KVMemory
-from pddrt.netem.net import Connection, LinkSpec, Net, Topology
-from pddrt.policy.route import Facts, InstanceFacts, PathFacts, Policy, Route
-from pddrt.protocol import Limits, finish
+from pddrt.messages import Limits, pack_logprobs, unpack_logprobs
+from pddrt.netem.net import Connection, Net, Topology
+from pddrt.policy.anomaly import Anomaly
+from pddrt.policy.route import Facts, NoRoute, Policy, Route
+from pddrt.roles.answer import Answer, Passed
+from pddrt.roles.load import Load
 from pddrt.roles.node import Node
-from pddrt.trace import Released, Routed
-from pddrt.types import SECOND, Ns, Sampling
+from pddrt.roles.outlook import Capacity, Outlook
+from pddrt.roles.sparing import Sparing
+from pddrt.trace import HandoffSent, Released, Routed, TransferTook
+from pddrt.types import SECOND, Drawn, Ns, Sampling
 
+LOAD = tuple(field.name for field in fields(Load))
 LEASE_GRACE: Ns = 5 * SECOND
 """By how much a role's lease outlasts the request's deadline at the gateway."""
 
 
-MAX_LATE = 1000
-"""How many answered requests are remembered whose KV is still crossing; a guess may be lost."""
-
-
-@dataclass(slots=True)
-class Capacity:
-    """What an instance said of itself, and what it is thought to be doing and to have cached.
-
-    `memory` is a guess at its prefix cache: the same cache, fed with what was sent there, page
-    numbers that mean nothing. The instance is not asked; what it finds when it admits decides.
-    """
-
-    role: str
-    kv_tokens: int
-    max_context: int
-    bytes_per_token: int
-    memory: KVMemory
-    requests: int = 0
-    tokens: int = 0
-
-    def remember(self, ids: Sequence[int]) -> None:
-        """KV of `ids` has been there."""
-        if ids and self.memory.reserve("", ids, len(ids)):
-            if self.memory.tail(""):
-                self.memory.copied("")
-            self.memory.keep("", ids)
-            self.memory.release("")
-
-
 @dataclass(slots=True)
 class Stream:
-    """One request's answer as it grows. `ids` are the prompt's and those passed on, `next` is the
-    absolute position of the next one, `tokens` where the longest answer ends.
-    """
+    """One request under way."""
 
     request: str
+    session: str | None
     client: str
     route: Route
-    limits: Limits
-    ids: list[int]
-    text: Detokenizer
+    answer: Answer
     deadline: Timer
-    next: int
-    tokens: int
-    kv_bytes: int
-    """What was thought to be lacking at MD."""
-    routed: Ns
-    main_has_kv: bool = False
-    last_maker: str = ""
-    early: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> Limits:
+        return self.answer.limits
 
 
 class Gateway(Node):
@@ -95,19 +65,32 @@ class Gateway(Node):
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         deadline: Ns,
+        signal_age: Ns,
+        anomaly: Anomaly | None = None,
     ) -> None:
+        """`signal_age`: how old what instances say of their load may be. `anomaly`: what need not
+        be sent to main decoders.
+        """
         super().__init__(env, net, name)
-        self.topology = topology
+        self.signal_age = signal_age
         self.policy = policy
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.deadline = deadline
-        self.instances: dict[str, Capacity] = {}
+        self.outlook = Outlook(topology)
+        self.hears: Callable[[str, Load, Sequence[str]], None] = self.outlook.reported
+        """Where what instances say of their load goes."""
+        self.sparing = Sparing(env, self.outlook, anomaly, self.post)
         self._expected: tuple[str, ...] = ()
         self._introduced = asyncio.Event()
+        self._retired: set[str] = set()
+        self._ended = asyncio.Event()
         self._streams: dict[str, Stream] = {}
-        self._late: dict[str, tuple[str, list[int]]] = {}
-        """Answered before their main decoder had the KV: which that is, and what it will hold."""
+
+    @property
+    def instances(self) -> dict[str, Capacity]:
+        """Those that have said what they are."""
+        return self.outlook.instances
 
     async def dial(self, peers: Sequence[str]) -> None:
         """Connects to the instances and waits until each has said what it is."""
@@ -116,24 +99,67 @@ class Gateway(Node):
         while len(self.instances) < len(peers):
             self._introduced.clear()
             await self._introduced.wait()
-        self.instances = {name: self.instances[name] for name in peers}
+
+    # -- instances that come and go ----------------------------------------------------------------
+
+    async def meet(self, peer: str) -> None:
+        """From now on `peer`, which listens, may get requests. That it left may be news yet."""
+        while peer in self.instances:
+            self._introduced.clear()
+            await self._introduced.wait()
+        if peer not in self._expected:
+            self._expected = (*self._expected, peer)
+        await super().dial([peer])
+        while peer not in self.instances:
+            self._introduced.clear()
+            await self._introduced.wait()
+        self._retired.discard(peer)
+
+    def retire(self, peer: str) -> None:
+        """It gets no requests any more."""
+        self._retired.add(peer)
+
+    async def released(self, peer: str) -> None:
+        """Returns when no request has a part there."""
+        while any(peer in stream.route.members for stream in self._streams.values()):
+            self._ended.clear()
+            await self._ended.wait()
 
     def on_hello(self, conn: Connection, frame: Frame) -> None:
         if conn.peer not in self._expected or conn.peer in self.instances:
             raise BadFrame(f"nobody asked {conn.peer} who it is")
-        self.instances[conn.peer] = Capacity(
-            frame["role"],
-            frame["kv_tokens"],
-            frame["max_context"],
-            frame["bytes_per_token"],
-            KVMemory(
-                frame["kv_tokens"] // frame["page_tokens"],
-                frame["page_tokens"],
-                "",
-                caching=frame["caching"],
-            ),
-        )
+        self.outlook.introduced(conn.peer, frame, self._expected)
+        self.post(conn.peer, "watch", age_ns=self.signal_age)
         self._introduced.set()
+
+    # -- what instances say ------------------------------------------------------------------------
+
+    def on_load(self, conn: Connection, frame: Frame) -> None:
+        """What it has to do now, and which requests that takes into account."""
+        load = Load(**{name: frame[name] for name in LOAD})
+        self.hears(self._known(conn), load, frame["arrived"])
+
+    def on_streaming(self, conn: Connection, frame: Frame) -> None:
+        """P: the path is what a transfer to a main decoder waits for now, or it is not any more."""
+        self._known(conn, frame["to"])
+        self.outlook.streaming(self.env.now(), conn.peer, frame)
+
+    def on_crossed(self, conn: Connection, frame: Frame) -> None:
+        """P: a transfer to a main decoder has ended."""
+        now, src, dst = self.env.now(), self._known(conn, frame["to"]), frame["to"]
+        crossing, rate = self.outlook.crossed(now, src, frame)
+        if frame["whole"] and crossing is not None:
+            took = frame["busy_ns"] + self.outlook.delay(src, dst)
+            about = (frame["request"], src, dst, frame["bytes"], took)
+            self.env.trace.emit(TransferTook(now, *about, crossing.expected, rate))
+
+    def _known(self, conn: Connection, other: str | None = None) -> str:
+        """The sender. Raises BadFrame unless it is an instance, and there ever was the other."""
+        if conn.peer not in self.instances or self.peers.get(conn.peer) is not conn:
+            raise BadFrame(f"{conn.peer} is no instance here")
+        if other is not None and other not in self._expected:
+            raise BadFrame(f"{other} never was an instance here")
+        return conn.peer
 
     # -- entering ----------------------------------------------------------------------------------
 
@@ -150,15 +176,24 @@ class Gateway(Node):
         except BadInput as error:
             self._tell_end(conn.peer, request, "rejected", str(error))
             return
-        limits = Limits(len(ids), frame["max_tokens"], self.eos_ids)
-        if refusal := self._refusal(limits):
+        sampling = Sampling.of(frame["sampling"])
+        limits = Limits.of(len(ids), frame["max_tokens"], self.eos_ids, sampling)
+        if refusal := self.outlook.refusal(limits):
             self._tell_end(conn.peer, request, "rejected", refusal)
             return
-        facts = self._facts(limits, ids)
-        route = self.policy.route(facts)
-        kv_bytes = next(facts.lacking(main) for main in facts.mains if main.name == route.main)
-        sampling = Sampling(*frame["sampling"])
-        self._open(conn.peer, request, route, limits, ids, sampling, kv_bytes)
+        facts = self.outlook.facts(self.env.now(), ids, limits.max_tokens, self._reachable)
+        try:
+            route = self.policy.route(facts)
+        except NoRoute as refusal:
+            self._tell_end(conn.peer, request, "rejected", str(refusal))
+            return
+        session = frame["session"]
+        route = self.sparing.routed(request, session, route, facts, ids)
+        self._open(conn.peer, request, session, route, limits, ids, sampling, facts)
+
+    @property
+    def _reachable(self) -> list[str]:
+        return [n for n in self.instances if n in self.peers and n not in self._retired]
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind == "submit":
@@ -181,102 +216,23 @@ class Gateway(Node):
         ended = history[-1] in self.eos_ids
         return history + self.tokenizer.follow_up(frame["text"], after_eos=ended)
 
-    def _refusal(self, limits: Limits) -> str | None:
-        """Why this request can never be served; None if it can."""
-        if not limits.prompt_len:
-            return "the prompt is empty"
-        for role in ("prefill", "main"):
-            if not self._reachable(role):
-                return f"no {role} instance can be reached"
-        needed = limits.prompt_len + limits.max_tokens
-        context = min(i.max_context for i in self.instances.values())
-        if needed > context:
-            return (
-                f"{limits.prompt_len} prompt + {limits.max_tokens} answer tokens are more than "
-                f"the model's context of {context}"
-            )
-        for name, instance in self.instances.items():
-            slots = limits.prompt_len if instance.role == "prefill" else limits.kv_tokens
-            if slots > instance.kv_tokens:
-                return f"{slots} tokens of KV can never fit into the {instance.kv_tokens} of {name}"
-        return None
-
-    def _reachable(self, role: str, ids: Sequence[int] = ()) -> list[InstanceFacts]:
-        return [
-            InstanceFacts(name, i.requests, i.tokens, i.memory.peek(ids))
-            for name, i in self.instances.items()
-            if i.role == role and name in self.peers
-        ]
-
-    def _facts(self, limits: Limits, ids: Sequence[int]) -> Facts:
-        prefills, mains = self._reachable("prefill", ids), self._reachable("main", ids)
-        paths: dict[tuple[str, str], PathFacts] = {}
-        by_link: dict[str, PathFacts] = {}
-        for p in prefills:
-            for m in mains:
-                link = self.topology.link_between(p.name, m.name)
-                name = link.name if link else ""
-                if name not in by_link:
-                    by_link[name] = PathFacts(
-                        link.rate if link else None,
-                        link.delay if link else 0,
-                        self._under_way(link),
-                    )
-                paths[p.name, m.name] = by_link[name]
-        return Facts(
-            prompt_tokens=limits.prompt_len,
-            bytes_per_token=self.instances[prefills[0].name].bytes_per_token,
-            prefills=prefills,
-            relays=self._reachable("relay", ids),
-            mains=mains,
-            paths=paths,
-        )
-
-    def _under_way(self, link: LinkSpec | None) -> tuple[int, ...]:
-        """What transfers to main decoders still have to carry over `link`, as far as can be known
-        here: what was missing when they were routed, less their fair share of the time since.
-        """
-        if link is None or not link.rate:
-            return ()
-        streams = [
-            s
-            for s in self._streams.values()
-            if not s.main_has_kv
-            and self.topology.link_between(s.route.prefill, s.route.main) is link
-        ]
-        left = []
-        for s in streams:
-            share = link.rate * (self.env.now() - s.routed) // (SECOND * len(streams))
-            left.append(max(0, s.kv_bytes - share))
-        return tuple(left)
-
     def _open(
         self,
         client: str,
         request: str,
+        session: str | None,
         route: Route,
         limits: Limits,
         ids: list[int],
         sampling: Sampling,
-        kv_bytes: int,
+        facts: Facts,
     ) -> None:
         now = self.env.now()
         deadline = self.env.call_at(now + self.deadline, self.fail, request, "deadline exceeded")
-        stream = Stream(
-            request,
-            client,
-            route,
-            limits,
-            list(ids),
-            Detokenizer(self.tokenizer),
-            deadline,
-            next=limits.prompt_len,
-            tokens=limits.prompt_len + limits.max_tokens,
-            kv_bytes=kv_bytes,
-            routed=now,
-        )
+        answer = Answer(limits, ids, self.tokenizer, sampling.stop)
+        stream = Stream(request, session, client, route, answer, deadline)
         self._streams[request] = stream
-        self._count(stream, 1)
+        self.outlook.opened(request, route, facts)
         self.env.trace.emit(
             Routed(
                 now,
@@ -293,27 +249,21 @@ class Gateway(Node):
         )
         packed = pack_ids(ids)
         self.post_when_room(client, lambda: True, "accepted", packed, request=request)
+        about: dict[str, object] = {
+            "request": request,
+            "max_tokens": limits.max_tokens,
+            "sampling": astuple(replace(sampling, stop=())),  # instances speak ids only
+            "lease_ns": self.deadline + LEASE_GRACE,
+        }
+        if not route.alone:
+            about |= {"relay": route.relay, "main": route.main, "held": route.held}
         self.post_when_room(
-            route.prefill,
+            route.members[0],
             lambda: self._streams.get(request) is stream,
-            "prefill",
+            "generate" if route.alone else "prefill",
             packed,
-            request=request,
-            relay=route.relay,
-            main=route.main,
-            max_tokens=limits.max_tokens,
-            sampling=astuple(sampling),
-            lease_ns=self.deadline + LEASE_GRACE,
+            **about,
         )
-
-    def _members(self, stream: Stream) -> list[str]:
-        route = stream.route
-        return [name for name in (route.prefill, route.relay, route.main) if name]
-
-    def _count(self, stream: Stream, sign: int) -> None:
-        for name in self._members(stream):
-            self.instances[name].requests += sign
-            self.instances[name].tokens += sign * stream.tokens
 
     # -- the answer --------------------------------------------------------------------------------
 
@@ -324,62 +274,91 @@ class Gateway(Node):
         request = frame["request"]
         stream = self._streams.get(request)
         if stream is None:
-            main, ids = self._late.get(request, ("", []))
-            if conn.peer == main:
-                self.instances[main].remember(ids)
-                del self._late[request]
+            self.outlook.late(request, conn.peer)
             self.post(conn.peer, "close", request=request, answered=True)
-        elif conn.peer in self._members(stream):
-            self.instances[conn.peer].remember(stream.ids[: stream.limits.prompt_len])
-            stream.main_has_kv |= conn.peer == stream.route.main
+        elif conn.peer in stream.route.members:
+            prompt = stream.answer.ids[: stream.limits.prompt_len]
+            self.outlook.whole(request, conn.peer, prompt)
+            if conn.peer == stream.route.relay:
+                self.sparing.relay_holds(request)
+            elif conn.peer == stream.route.main:
+                self.sparing.main_holds(request)
 
     def on_tokens(self, conn: Connection, frame: Frame) -> None:
         """Ids from whoever made or delivers them, by absolute position."""
         stream = self._streams.get(frame["request"])
         if stream is None:
             return
-        if conn.peer not in self._members(stream):
+        if conn.peer not in stream.route.members:
             raise PeerError(f"{conn.peer} has no part in {stream.request}")
-        for position, token in enumerate(unpack_ids(frame.payload), frame["start"]):
-            if stream.next <= position < stream.tokens:
-                stream.early.setdefault(position, (token, frame["source"]))
-        self._flush(stream)
+        ids = unpack_ids(frame.payload)
+        told = unpack_logprobs(frame["logprobs"], len(ids))
+        drawn = list(map(Drawn, ids, told))
+        for passed in stream.answer.take(frame["start"], drawn, frame["source"], frame["after"]):
+            self._pass_on(stream, passed)
 
-    def _flush(self, stream: Stream) -> None:
-        """Passes on every id whose turn has come."""
-        while stream.next in stream.early:
-            token, source = stream.early.pop(stream.next)
-            position, first = stream.next, stream.next == stream.limits.prompt_len
-            if first:
-                now = self.env.now()
-                self.env.trace.emit(Released(now, stream.request, now))
-                self.instances[stream.route.prefill].remember(stream.ids)
-            stream.next += 1
-            stream.ids.append(token)
-            stream.last_maker = source
-            reason = finish(stream.limits, position, token)
-            text = "" if reason == "stop" else stream.text.push(token)
-            if reason:
-                text += stream.text.finish()
-            self.post(
-                stream.client,
-                "answer",
-                pack_ids([token]),
-                request=stream.request,
-                start=position - stream.limits.prompt_len,
-                source=source,
-                text=text,
-            )
-            if reason:
-                self._close(stream, reason, "")
-                return
+    def _pass_on(self, stream: Stream, passed: Passed) -> None:
+        limits = stream.limits
+        if passed.position == limits.prompt_len:
+            now = self.env.now()
+            self.env.trace.emit(Released(now, stream.request, now))
+            prompt = stream.answer.ids[: limits.prompt_len]
+            self.instances[stream.route.members[0]].remember(prompt)
+        self.post(
+            stream.client,
+            "answer",
+            pack_ids([passed.token]),
+            request=stream.request,
+            start=passed.position - limits.prompt_len,
+            source=passed.source,
+            text=passed.text,
+            logprobs=pack_logprobs([passed.logprobs]),
+        )
+        if passed.reason:
+            self._close(stream, passed.reason, "")
+            return
+        self.sparing.made(stream.request, passed.position + 1 - limits.prompt_len)
+        if stream.answer.both_decode and not stream.answer.sole:
+            self._arbitrate(stream, passed)
+
+    # -- both decode -------------------------------------------------------------------------------
+
+    def on_overlap(self, conn: Connection, frame: Frame) -> None:
+        """From the relay: let the main decoder decode along."""
+        stream = self._streams.get(frame["request"])
+        if stream is None:
+            return
+        if conn.peer != stream.route.relay or stream.answer.both_decode:
+            raise BadFrame(f"{conn.peer} may not let anybody follow {stream.request}")
+        stream.answer.both_decode = True
+        self._let_follow(stream, stream.limits.prompt_len, stream.answer.made)
+
+    def _arbitrate(self, stream: Stream, passed: Passed) -> None:
+        if passed.source != "M":
+            self._let_follow(stream, passed.position, [passed.token])
+            return
+        stream.answer.sole = "M"
+        assert stream.route.relay is not None
+        request, position = stream.request, passed.position
+        self.post(stream.route.relay, "switched", request=request, position=position)
+
+    def _let_follow(self, stream: Stream, start: int, ids: Sequence[int]) -> None:
+        if not ids:
+            return
+        assert stream.route.main is not None
+        packed = pack_ids(ids)
+        about = {"request": stream.request, "start": start}
+        self.post(stream.route.main, "follow", packed, **about)
+        size = Frame("follow", about, packed).size
+        event = (stream.request, self.name, stream.route.main, start, start + len(ids), False, size)
+        self.env.trace.emit(HandoffSent(self.env.now(), *event, follows=True))
 
     # -- ends --------------------------------------------------------------------------------------
 
     def on_failed(self, conn: Connection, frame: Frame) -> None:
         """From an instance: it cannot go on with this request."""
         stream = self._streams.get(frame["request"])
-        if stream is not None and conn.peer in self._members(stream):
+        if stream is not None and conn.peer in stream.route.members:
             self.fail(stream.request, frame["detail"])
 
     def on_cancel(self, conn: Connection, frame: Frame) -> None:
@@ -394,42 +373,42 @@ class Gateway(Node):
     def _close(self, stream: Stream, reason: str, detail: str) -> None:
         del self._streams[stream.request]
         stream.deadline.cancel()
-        self._count(stream, -1)
+        request, route = stream.request, stream.route
         self._tell_end(stream.client, stream.request, reason, detail)
         answered = reason in ("stop", "length")
-        for name in self._members(stream):
+        for name in stream.route.members:
             self.post(name, "close", request=stream.request, answered=answered)
         if answered:
             self._teach(stream)
+        made = stream.answer.next - stream.limits.prompt_len
+        self.sparing.ended(request, stream.session, made, answered)
+        self.outlook.closed(request, route)
+        self._ended.set()
 
     def _teach(self, stream: Stream) -> None:
-        """P learns the answer, and MD does where it was made elsewhere: hits stay equal."""
-        ids = stream.ids[:-1]  # nobody has KV of the last
-        learners = [stream.route.prefill]
-        if stream.last_maker != "M":
-            learners.append(stream.route.main)
-        packed = pack_ids(ids)
-        for name in learners:
-            self.post_when_room(
-                name,
-                lambda: True,
-                "learn",
-                packed,
-                request=stream.request,
-                prompt_tokens=stream.limits.prompt_len,
-            )
-        self.instances[stream.route.prefill].remember(ids)
-        if stream.main_has_kv:
-            self.instances[stream.route.main].remember(ids)
-        else:
-            self._late[stream.request] = stream.route.main, ids
-            while len(self._late) > MAX_LATE:
-                del self._late[next(iter(self._late))]
+        """P and MD learn the answer where it was made elsewhere: hits stay equal."""
+        ids, route = stream.answer.ids[:-1], stream.route  # nobody has KV of the last
+        makers = {"P": route.prefill, "R": route.relay, "M": route.main}
+        made_at = makers[stream.answer.last_maker]
+        spared = self.sparing.spares(stream.request)
+        for name in (route.prefill, None if spared else route.main):
+            if name is not None and name != made_at and name not in self._retired:
+                self.post_when_room(
+                    name,
+                    lambda: True,
+                    "learn",
+                    pack_ids(ids),
+                    request=stream.request,
+                    prompt_tokens=stream.limits.prompt_len,
+                )
+        self.outlook.answered(stream.request, route, ids, spared)
 
     def _tell_end(self, client: str, request: str, reason: str, detail: str) -> None:
         self.post(client, "end", request=request, reason=reason, detail=detail)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         for stream in list(self._streams.values()):
-            if conn.peer in (*self._members(stream), stream.client):
+            if conn.peer in (*stream.route.members, stream.client):
                 self.fail(stream.request, f"{self.name} lost {conn.peer}: {error}")
+        self.outlook.gone(self.env.now(), conn.peer)
+        self._introduced.set()

@@ -12,34 +12,41 @@ tokens and commands never queue behind it. The dialling side says which it is in
 `Instance` adds the pool, the scheduler and the engine. It owns the pages; the engine owns the
 tensors. A step pins the pages of its sequences until it has returned.
 
-A frame that is not as `protocol.MESSAGES` says, or a `PeerError` raised by a handler, ends the
+A frame that is not as `messages.MESSAGES` says, or a `PeerError` raised by a handler, ends the
 request that the frame speaks of (`fail`), else the connection. Late frames for requests that are
 gone are ignored by the handlers. Anything else that escapes is a bug and ends the run.
 
 A peer that does not take its control frames is as good as lost: its connection is ended, and its
 reader does what there is to do then.
+
+A control stream that was lost is opened again by whoever opened it, as soon as the peer listens.
+What was under way with that peer is over by then: each side ended it when it learnt of the loss.
+
+`crash` is for experiments: a node that stops without a word.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
-from pddrt.env import Env
-from pddrt.errors import BadFrame, ConnectionLost, PeerError
+from pddrt.env import Env, LocalEnv
+from pddrt.errors import BadFrame, ConnectionLost, EngineFailed, PeerError
 from pddrt.frames import Frame, unpack_ids
 from pddrt.kv.memory import KVMemory
 from pddrt.kv.pages import Change, ranges
 from pddrt.kv.radix import CACHE
+from pddrt.messages import MESSAGES, check_fields
 from pddrt.netem.net import Connection, Net
-from pddrt.protocol import MESSAGES, check_fields
-from pddrt.sched import Admission, Batch, Outcome, Scheduler, SequenceState
+from pddrt.roles.load import Load, Reports
+from pddrt.sched import Admission, Batch, Outcome, Pace, Scheduler, SequenceState
 from pddrt.trace import (
     Admitted,
     Freed,
+    InstanceCrashed,
     Kept,
     Learnt,
     PagesEvicted,
@@ -51,10 +58,18 @@ from pddrt.trace import (
     Preempted,
     Step,
     StepBegan,
+    StepFailed,
 )
-from pddrt.types import LETTER, Role
+from pddrt.types import LETTER, MS, SECOND, Ns, Role
 
 Handler = Callable[[Connection, Frame], None]
+
+REDIAL_FIRST: Ns = 50 * MS
+REDIAL_LONGEST: Ns = SECOND
+"""Between two attempts to reach a lost peer: from the one to the other, doubled each time, less up
+to half of it at random, so that not all come at once when it is back."""
+REDIALS = 10_000
+"""Attempts; then it is given up (some two hours)."""
 
 
 class Node:
@@ -65,23 +80,51 @@ class Node:
         self.net = net
         self.name = name
         self.peers: dict[str, Connection] = {}
+        self.hold: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each frame is handled, where somebody slows this node down."""
         self._connections: list[Connection] = []
         self._overrun: dict[str, PeerError] = {}
+        self._dialled: list[str] = []
+        self._redials: dict[str, asyncio.Task[None]] = {}
         self._closing = False
 
     # -- starting and ending -----------------------------------------------------------------------
 
     async def start(self) -> None:
-        """From here on others can connect."""
+        """From here on others can connect. Also after a crash."""
+        self._closing = False
         await self.net.listen(self.name, self._accept)
 
     async def dial(self, peers: Sequence[str]) -> None:
         """Opens a control stream to each of `peers`, which must be listening."""
         for peer in peers:
-            conn = await self.open(peer, "control")
-            self.peers[peer] = conn
-            self.env.spawn(self._read(conn), f"{self.name} reads {peer}")
-            self.peer_opened(peer)
+            await self._call(peer)
+
+    async def _call(self, peer: str) -> None:
+        conn = await self.open(peer, "control")
+        self.peers[peer] = conn
+        if peer not in self._dialled:
+            self._dialled.append(peer)
+        self.env.spawn(self._read(conn), f"{self.name} reads {peer}")
+        self.peer_opened(peer)
+
+    def redial(self, peers: Sequence[str]) -> None:
+        """As `dial`, for peers that may not be listening: tries again until they are."""
+        for peer in peers:
+            if peer not in self._redials:
+                redialling = self._redial(peer)
+                self._redials[peer] = self.env.spawn(redialling, f"{self.name} redials {peer}")
+
+    async def _redial(self, peer: str) -> None:
+        rng, wait = self.env.rng(f"{self.name} redials {peer}"), REDIAL_FIRST
+        for _ in range(REDIALS):
+            await self.env.sleep(round(wait * rng.uniform(0.5, 1)))
+            try:
+                await self._call(peer)
+                break
+            except ConnectionLost:
+                wait = min(2 * wait, REDIAL_LONGEST)
+        del self._redials[peer]
 
     async def open(self, peer: str, purpose: str) -> Connection:
         conn = await self.net.connect(self.name, peer)
@@ -103,6 +146,28 @@ class Node:
         self._closing = True
         for conn in self._connections:
             conn.abort()
+        self._stop_redialling()
+
+    def hang_up(self) -> None:
+        """Ends every stream of this node, and does not listen. Nobody here hears of it."""
+        self._closing = True
+        self.net.unlisten(self.name)
+        self._stop_redialling()
+        self.peers.clear()
+        for conn in self._connections:
+            conn.abort()
+        self._connections.clear()
+
+    def _stop_redialling(self) -> None:
+        for redialling in self._redials.values():
+            redialling.cancel()
+        self._redials.clear()
+
+    def streams(self, peer: str) -> dict[Connection, str]:
+        """The open streams to `peer`: control or kv."""
+        control = self.peers.get(peer)
+        open_now = [conn for conn in self._connections if conn.peer == peer]
+        return {conn: "control" if conn is control else "kv" for conn in open_now}
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -137,6 +202,9 @@ class Node:
         self.env.spawn(send(), f"{self.name} sends {kind} to {peer}")
 
     async def _accept(self, conn: Connection) -> None:
+        if self._closing:
+            conn.abort()
+            return
         self._connections.append(conn)
         try:
             first = await conn.recv()
@@ -146,7 +214,13 @@ class Node:
         except PeerError:
             self.drop(conn)
             return
+        if self.hold is not None:
+            await self.hold()
+        if conn not in self._connections:
+            return
         if first["purpose"] == "control":
+            if before := self.peers.get(conn.peer):  # its end has not come here yet
+                self._lost(before, ConnectionLost(f"{conn.peer} has opened another"))
             self.peers[conn.peer] = conn
             self.peer_opened(conn.peer)
         await self._read(conn)
@@ -154,15 +228,25 @@ class Node:
     async def _read(self, conn: Connection) -> None:
         try:
             while True:
-                self._dispatch(conn, await conn.recv())
+                frame = await conn.recv()
+                if self.hold is not None:
+                    await self.hold()
+                    if conn not in self._connections:
+                        continue  # it has ended meanwhile
+                self._dispatch(conn, frame)
         except PeerError as error:
-            self.drop(conn)
-            control = self.peers.get(conn.peer) is conn
-            if control:
-                del self.peers[conn.peer]
-                error = self._overrun.pop(conn.peer, error)
-            if not self._closing:
-                (self.peer_lost if control else self.stream_lost)(conn, error)
+            self._lost(conn, error)
+
+    def _lost(self, conn: Connection, error: PeerError) -> None:
+        self.drop(conn)
+        control = self.peers.get(conn.peer) is conn
+        if control:
+            del self.peers[conn.peer]
+            error = self._overrun.pop(conn.peer, error)
+        if not self._closing:
+            (self.peer_lost if control else self.stream_lost)(conn, error)
+            if control and conn.peer in self._dialled:
+                self.redial([conn.peer])
 
     def _dispatch(self, conn: Connection, frame: Frame) -> None:
         handler: Handler | None = getattr(self, f"on_{frame.kind}", None)
@@ -176,6 +260,11 @@ class Node:
             if not isinstance(request, str):
                 raise
             self.blame(conn, frame, request, f"{self.name}: {error}")
+
+    def on_bye(self, conn: Connection, frame: Frame) -> None:
+        """A peer leaves; nobody looks for it when its stream has ended."""
+        if self.peers.get(conn.peer) is conn and conn.peer in self._dialled:
+            self._dialled.remove(conn.peer)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -199,7 +288,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """What an instance is, as the scenario resolved it. `num_pages` follows from its KV memory."""
+    """What an instance is, as the scenario resolved it. `num_pages` follows from its KV memory.
+
+    `life`: how often it has been started before, with another memory.
+    """
 
     name: str
     role: Role
@@ -210,6 +302,7 @@ class InstanceSpec:
     caching: bool = True
     main_caching: bool = True
     """Whether main decoders keep prefixes, so that KV may be worth sending after the answer."""
+    life: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -252,6 +345,8 @@ class Instance(Node):
             self._room,
         )
         self.admission = Admission(self._reserve)
+        self.pace = Pace()
+        self.reports = Reports(env, self.load, self.post)
         self._wanted: dict[str, Wanted] = {}
         self._preempted: dict[str, SequenceState] = {}
         self._lessons: dict[str, str] = {}
@@ -268,14 +363,52 @@ class Instance(Node):
         """Ends what is under way here, then the streams, the steps and the engine."""
         self._closing = True
         self.end_all()
+        self.reports.close()
         await super().close()
         self._wake.set()
         if self._stepping is not None:
             await asyncio.wait([self._stepping])
         await self.engine.close()
 
+    async def leave(self) -> None:
+        """Says good-bye, and hangs up when that is on its way. Nothing must be under way here; the
+        engine stays.
+        """
+        self._closing = True
+        self.reports.close()
+        for peer in self.peers:
+            self.post(peer, "bye")
+        for conn in list(self._connections):
+            with contextlib.suppress(ConnectionLost):  # it has hung up itself
+                await conn.drain()
+        self.hang_up()
+        self.end_all()
+        self._wake.set()
+        if self._stepping is not None:
+            await asyncio.wait([self._stepping])
+
+    def crash(self, *, keep: bool) -> None:
+        """Stops at once, without a word to anybody. With `keep` this instance can `start` again,
+        with its prefix cache; else another can, on the same engine, once this one has `stopped`.
+        """
+        self.env.trace.emit(InstanceCrashed(self.env.now(), self.name, keep))
+        if not keep:
+            self.env = LocalEnv(self.env, silent=True)
+        self.hang_up()
+        self.end_all()
+        self.reports.close()
+        self._wake.set()
+
+    async def stopped(self) -> None:
+        """After a crash: returns when the engine has ended its last step."""
+        if self._stepping is not None:
+            await asyncio.wait([self._stepping])
+
+    @property
+    def running(self) -> bool:
+        return not self._closing
+
     def peer_opened(self, peer: str) -> None:
-        layout = self.engine.layout
         self.post(
             peer,
             "hello",
@@ -284,11 +417,38 @@ class Instance(Node):
             page_tokens=self.spec.page_tokens,
             caching=self.spec.caching,
             max_context=self.engine.max_context,
-            bytes_per_token=layout.bytes_per_token,
+            bytes_per_token=self.wire_bytes_per_token,
+            max_batch=self.spec.max_batch,
+            life=self.spec.life,
         )
+
+    @property
+    def wire_bytes_per_token(self) -> int:
+        """Of KV that leaves here for a main decoder."""
+        return self.engine.layout.bytes_per_token
 
     def on_hello(self, conn: Connection, frame: Frame) -> None:
         """An instance needs nothing from another's introduction; the gateway does."""
+
+    def on_watch(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: it wants to know the load."""
+        if self.peers.get(conn.peer) is conn:
+            self.reports.watch(conn.peer, frame["age_ns"])
+
+    def peer_lost(self, conn: Connection, error: PeerError) -> None:
+        self.reports.forget(conn.peer)
+
+    def load(self) -> Load:
+        """What there is to do here now."""
+        sequences = [s for s in self.sched.sequences.values() if not s.background]
+        tokens = sum(wanted.tokens for wanted in self._wanted.values())
+        tokens += sum(s.pending for s in sequences if s.computed < s.prompt_len)
+        if self.spec.role == "prefill":  # its pages also hold what has only to be sent
+            tokens += sum(len(s.ids) for s in sequences if s.computed >= s.prompt_len)
+        else:
+            tokens += self.memory.used * self.spec.page_tokens
+        holding = len(self.memory.holders) - len(self._lessons)
+        return Load(tokens, self.memory.used, len(self.admission), holding, self.pace.step)
 
     # -- KV memory ---------------------------------------------------------------------------------
 
@@ -300,11 +460,14 @@ class Instance(Node):
         """
         self._wanted[request] = Wanted(ids, tokens, limit)
         self.admission.add(request)
+        self.reports.arrived(request)
         self._admit()
 
     def _reserve(self, request: str) -> bool:
         """A request that lacks room takes it from the lessons, the latest first."""
         wanted = self._wanted[request]
+        if seq := self._preempted.get(request):  # it may have learnt ids since, or given some up
+            wanted = Wanted(seq.ids, len(seq.ids), len(seq.ids) - 1)
         while not self.memory.reserve(request, wanted.ids, wanted.tokens, wanted.limit):
             idle = [x for x in self._lessons if not self.sched.sequences[x].in_step]
             if not idle:
@@ -337,7 +500,12 @@ class Instance(Node):
         """
         while not self.memory.grow(request, end):
             victim = next(
-                (s for s in reversed(self.sched.sequences.values()) if not s.in_step), None
+                (
+                    s
+                    for s in reversed(self.sched.sequences.values())
+                    if not s.in_step and self.may_preempt(s.request)
+                ),
+                None,
             )
             if victim is None:
                 return False
@@ -392,6 +560,7 @@ class Instance(Node):
         if self.admission.drop(request):
             del self._wanted[request]
             self._preempted.pop(request, None)
+            self.reports.changed()
             self._changed.set()
             self._admit()  # it may have held up others that fit
         else:
@@ -400,6 +569,7 @@ class Instance(Node):
     def _freed(self, request: str, pages: int | None) -> None:
         if pages is not None:
             self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
+            self.reports.changed()
             self._changed.set()
             self._admit()
             self.wake()  # some sequence may have lacked room
@@ -419,6 +589,25 @@ class Instance(Node):
                 self.env.trace.emit(PagesEvicted(now, name, which))
             case _:
                 self.env.trace.emit(PagesFreed(now, name, owner, which, change == "over"))
+
+    def occupy(self, owner: str, pages: int) -> int:
+        """A stranger takes `pages` pages, or as many as nobody needs now; how many."""
+        pages = min(pages, self.memory.num_pages - self.memory.used)
+        room = pages * self.spec.page_tokens
+        if not pages or not self.memory.reserve(owner, (), room, limit=0):
+            return 0
+        self.reports.changed()
+        return pages
+
+    def vacate(self, owner: str) -> None:
+        """The stranger's pages can be had again."""
+        if not self.memory.holds(owner):
+            return
+        self.memory.release(owner)
+        self.reports.changed()
+        self._changed.set()
+        self._admit()
+        self.wake()
 
     def check_memory(self) -> None:
         """After the run: records where every page is. Raises PoolCorrupt or CacheCorrupt if the
@@ -502,6 +691,8 @@ class Instance(Node):
 
     async def _step_loop(self) -> None:
         while not self._closing:
+            if self.hold is not None:
+                await self.hold()
             batch = self.sched.plan()
             if batch is None:
                 if self._preempted and self._admit():
@@ -518,8 +709,15 @@ class Instance(Node):
         spans = tuple((s.request, s.start, s.end) for s in batch.spans)
         self.env.trace.emit(StepBegan(start, self.name, spans))
         self.step_began(batch)
-        next_ids = await self.engine.step(batch.spans)
+        try:
+            next_ids = await self.engine.step(batch.spans)
+        except EngineFailed as error:
+            self._step_failed(batch, error)
+            return
+        if self.hold is not None:
+            await self.hold()
         now = self.env.now()
+        self.pace.note(batch, now - start)
         self.env.trace.emit(
             Step(
                 now,
@@ -532,21 +730,47 @@ class Instance(Node):
                 self.memory.used,
             )
         )
+        self.reports.changed()
         outcomes = self.sched.apply(batch, next_ids)
         for span in batch.spans:
             self._freed(span.request, self.memory.unpin(span.request))
         for outcome in outcomes:
             if outcome.request in self._lessons:
                 self._learnt(outcome.request)
-            else:
+            elif outcome.request in self.sched.sequences:  # else a lesson that just gave way
                 self.stepped(outcome)
 
+    def _step_failed(self, batch: Batch, error: EngineFailed) -> None:
+        """Whatever was in the step ends, by name; the instance goes on with the others."""
+        self.env.trace.emit(StepFailed(self.env.now(), self.name, str(error)))
+        lost = self.sched.abandon(batch)
+        for span in batch.spans:
+            self._freed(span.request, self.memory.unpin(span.request))
+        for request in lost:
+            if request in self._lessons:
+                self._end_lesson(request)
+            else:
+                self.fail(request, f"{self.name}: {error}")
+
+    async def changed(self) -> None:
+        """Returns when some request has ended here."""
+        self._changed.clear()
+        await self._changed.wait()
+
     # -- for subclasses ----------------------------------------------------------------------------
+
+    def involves(self, peer: str) -> bool:
+        """Whether a request that is here needs `peer`, or may be needed by it."""
+        return False
 
     def end_all(self) -> None:
         """Every request here is over."""
         for lesson in list(self._lessons):
             self._end_lesson(lesson)
+
+    def may_preempt(self, request: str) -> bool:
+        """Whether the memory of `request`, or of a lesson, may be taken back for another's."""
+        return True
 
     def admitted(self, request: str, hit: int) -> None:
         """`request` has its memory; the KV of its first `hit` tokens is there already."""

@@ -1,0 +1,164 @@
+"""An instance that serves requests alone: it computes the prompt and decodes to the end (pipelines
+P and MD).
+
+A request here: queued for memory > computing > answering > ended, and gone when the gateway closes
+it. It is a sequence like any other: prompts in chunks and single decodes share a step, it grows as
+it decodes, and who came last is preempted and rebuilt from its ids. No KV is sent and no KV comes.
+
+Prefill instances and decoders are such instances that can do more; requests that are served alone
+are known to this class only, and those of its subclasses only to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pddrt.engine.base import Engine
+from pddrt.env import Env, Timer
+from pddrt.errors import PeerError
+from pddrt.frames import Frame, pack_ids, unpack_ids
+from pddrt.messages import Limits, chain, finish, pack_logprobs
+from pddrt.netem.net import Connection, Net
+from pddrt.roles.node import Instance, InstanceSpec
+from pddrt.sched import Batch, Outcome, SequenceState
+from pddrt.trace import PrefillEnded, PrefillStarted, TokensMade
+from pddrt.types import Sampling
+
+
+@dataclass(slots=True)
+class Serving:
+    """A request that is served alone. `chain`: the digest of the answer so far."""
+
+    request: str
+    gateway: str
+    ids: list[int]
+    limits: Limits
+    sampling: Sampling
+    lease: Timer
+    seq: SequenceState | None = None
+    started: bool = False
+    chain: int = 0
+
+
+class Solo(Instance):
+    def __init__(
+        self, env: Env, net: Net, engine: Engine, spec: InstanceSpec, *, eos_ids: frozenset[int]
+    ) -> None:
+        super().__init__(env, net, engine, spec)
+        self.eos_ids = eos_ids
+        self._alone: dict[str, Serving] = {}
+
+    def here(self, request: str) -> bool:
+        """Whether a request of that id waits here or holds anything."""
+        return request in self._wanted or self.memory.holds(request)
+
+    def on_generate(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: answer this prompt."""
+        request, ids = frame["request"], unpack_ids(frame.payload)
+        sampling = Sampling.of(frame["sampling"])
+        limits = Limits.of(len(ids), frame["max_tokens"], self.eos_ids, sampling)
+        refusal = ""
+        if self.here(request):
+            refusal = "a request of that id is here already"
+        elif not ids:
+            refusal = "the prompt is empty"
+        elif limits.kv_tokens > self.spec.kv_tokens:
+            refusal = f"{limits.kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
+        if refusal:
+            self.post(conn.peer, "failed", request=request, detail=f"{self.name}: {refusal}")
+            return
+        self._alone[request] = Serving(
+            request=request,
+            gateway=conn.peer,
+            ids=ids,
+            limits=limits,
+            sampling=sampling,
+            lease=self.env.call_at(
+                self.env.now() + frame["lease_ns"],
+                self.fail,
+                request,
+                f"lease expired on {self.name}",
+            ),
+        )
+        tokens = min(limits.kv_tokens, limits.prompt_len + 1)
+        self.wait_for_memory(request, ids, tokens, limit=len(ids) - 1)
+
+    def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
+        if frame.kind in ("prefill", "generate"):
+            self.post(conn.peer, "failed", request=request, detail=detail)
+        else:
+            super().blame(conn, frame, request, detail)
+
+    # -- steps; subclasses ask here for the requests that they do not know -------------------------
+
+    def admitted(self, request: str, hit: int) -> None:
+        entry = self._alone[request]
+        entry.seq = SequenceState(
+            request, list(entry.ids), hit, len(entry.ids), entry.sampling, limits=entry.limits
+        )
+        self.sched.add(entry.seq)
+        self.wake()
+
+    def step_began(self, batch: Batch) -> None:
+        for span in batch.spans:
+            entry = self._alone.get(span.request)
+            if entry is not None and not entry.started:
+                entry.started = True
+                self.env.trace.emit(PrefillStarted(self.env.now(), entry.request, self.name))
+
+    def stepped(self, outcome: Outcome) -> None:
+        entry, position, drawn = self._alone[outcome.request], outcome.end, outcome.drawn
+        if drawn is None:
+            return
+        token = drawn.token
+        now, start = self.env.now(), entry.limits.prompt_len
+        if position == start:
+            self.env.trace.emit(PrefillEnded(now, entry.request, self.name))
+        made = (entry.request, self.name, self.letter, position, position + 1, (token,))
+        self.env.trace.emit(TokensMade(now, *made))
+        self.post(
+            entry.gateway,
+            "tokens",
+            pack_ids([token]),
+            request=entry.request,
+            start=position,
+            source=self.letter,
+            after=entry.chain,
+            logprobs=pack_logprobs([drawn.logprobs]),
+        )
+        if position == start:
+            self.keep(entry.request, entry.ids[: self.memory.whole(start)])
+        entry.chain = chain([token], entry.chain)
+        if finish(entry.limits, position, token):
+            self.sched.drop(entry.request)  # pages stay until the gateway closes the request
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def on_close(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: the request is over."""
+        entry = self._alone.get(frame["request"])
+        if entry is not None and conn.peer == entry.gateway:
+            self._end_alone(entry)
+
+    def fail(self, request: str, detail: str) -> None:
+        if entry := self._alone.get(request):
+            self.post(entry.gateway, "failed", request=request, detail=detail)
+            self._end_alone(entry)
+
+    def peer_lost(self, conn: Connection, error: PeerError) -> None:
+        super().peer_lost(conn, error)
+        for entry in list(self._alone.values()):
+            if conn.peer == entry.gateway:
+                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
+
+    def _end_alone(self, entry: Serving) -> None:
+        del self._alone[entry.request]
+        entry.lease.cancel()
+        if entry.seq is not None:
+            self.keep(entry.request, entry.seq.ids[: entry.seq.computed])
+        self.give_back(entry.request)
+
+    def end_all(self) -> None:
+        for entry in list(self._alone.values()):
+            self._end_alone(entry)
+        super().end_all()

@@ -1,0 +1,477 @@
+"""Comparing settings: the same requests under each, and differences that are differences."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pddrt import cli, compare_show
+from pddrt import run as run_module
+from pddrt.compare import FILE, Comparison, columns
+from pddrt.contrast import Outcome, Round, median, other_prompt, pairs, ratios
+from pddrt.errors import RunFailed
+from pddrt.metrics import LEGS
+from pddrt.run import Run
+from pddrt.trace import Seconds, TokensReceived, dumps
+from pddrt.workload_fields import Sessions
+
+SCENARIO = """\
+name: small
+seed: 3
+clock: virtual
+model: tiny
+dtype: float64
+links:
+  rdma: {between: [a, a], rate: 10 Gbit/s, delay: 5 us}
+  wan:  {between: [a, b], rate: 16 Mbit/s, delay: 10 ms}
+instances:
+  p0:   {role: prefill, site: a, engine: model, kv_memory: 4 MiB, step_time: &t {prefill_tokens_per_s: 4000, decode_step: 10 ms}}
+  rld0: {role: relay,   site: a, engine: model, kv_memory: 4 MiB, step_time: *t}
+  md0:  {role: main,    site: b, engine: model, kv_memory: 4 MiB, step_time: *t}
+pipeline: {policy: pdd, relay_above: 20 ms}
+workload: {kind: sessions, sessions: 4, turns: 2, rate: 4/s, output_tokens: 24, prompts: random, prompt_tokens: 150}
+slo: {ttft: 150 ms}
+"""  # noqa: E501
+REAL = [f"instances.{name}.engine=torch" for name in ("p0", "rld0", "md0")]
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A scenario in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SCENARIO)
+    return "small.yaml"
+
+
+def compared(small: str, *overrides: str, vary: Sequence[str] = (), **options: Any) -> Json:
+    """The table of a comparison in the folder `here`."""
+    policies, baseline = options.pop("policies", None), options.pop("baseline", None)
+    made = columns(small, overrides, policies=policies, vary=vary, **options)
+    comparison = Comparison(made, out=Path("here"), baseline=baseline)
+    comparison.prepare()
+    result = comparison.execute()
+    result.raise_for_status()
+    assert Path("here", FILE).read_text() == dumps(result.table) + "\n"
+    return result.table
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    for inner in value.values() if isinstance(value, dict) else ():
+        yield from leaves(inner)
+    if not isinstance(value, dict):
+        yield value
+
+
+def of(table: Json, column: str) -> Json:
+    return next(c for c in table["columns"] if c["name"] == column)  # type: ignore[no-any-return]
+
+
+def requests(folder: str) -> dict[str, Json]:
+    lines = Path("here", folder, "requests.jsonl").read_text().splitlines()
+    return {r["id"]: r for r in map(json.loads, lines)}
+
+
+def prompts(folder: str) -> dict[str, list[int]]:
+    lines = Path("here", folder, "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if '"Accepted"' in line]
+    return {e["request"]: e["prompt_ids"] for e in events}
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+def test_a_policy_compared_with_itself_shows_no_difference(small: str) -> None:
+    table = compared(small, policies="pdd,pdd,naive,naive", baseline="naive")
+    assert [c["name"] for c in table["columns"]] == ["naive", "pdd", "pdd-2", "naive-2"]
+    base, same = of(table, "naive"), of(table, "naive-2")
+    for column in (base, same):
+        assert set(leaves(column["ratios"])) == {1.0, None}
+    told = same["pairs"]
+    assert (told["requests"], told["other_answers"], told["only_here"]) == (8, 0, 0)
+    for measure in ("ttft", "e2e"):
+        assert told[measure] == {
+            "compared": 8, "faster": 0, "slower": 0, "same": 8, "largest_wins": [],
+            "largest_losses": [],
+        }  # fmt: skip
+    assert set(leaves(of(table, "pdd")["ratios"])) - {1.0, None}, "others do differ"
+
+
+def test_numbers_are_those_of_the_runs(small: str) -> None:
+    table = compared(small, policies="pdd,naive")
+    for column in table["columns"]:
+        (folder,) = column["folders"]
+        summary = json.loads(Path("here", folder, "summary.json").read_text())
+        mine = json.loads(dumps(column))
+        for key in ("requests", "ttft_s", "e2e_s", "tokens", "goodput_rps", "cost"):
+            assert mine[key] == summary[key]
+        wan = summary["links"]["wan"]
+        assert mine["wan_bytes"] == {"kv": wan["kv_bytes"], "ids": wan["ids_bytes"]}
+    pdd, naive = table["columns"]
+    assert (pdd["instances"]["used"], naive["instances"]["used"]) == (3, 2)
+    assert naive["instances"]["by_role"]["relay"] == {"used": 0, "of": 1, "busy_fraction": None}
+    assert (pdd["pipelines"], naive["pipelines"]) == ({"P-RLD-MD": 8}, {"P-MD": 8})
+    for key in ("ttft_s", "e2e_s"):
+        for what, ratio in naive["ratios"][key].items():
+            assert ratio == naive[key][what].ns / pdd[key][what].ns
+    assert naive["ratios"]["wan_bytes"]["ids"] == 0
+
+
+def test_winners_and_losers_are_told_with_what_made_the_difference(small: str) -> None:
+    table = compared(small, policies="pdd,naive")
+    told = of(table, "naive")["pairs"]["ttft"]
+    here, base = requests("naive"), requests("pdd")
+    changes = {n: here[n]["ttft_s"] - base[n]["ttft_s"] for n in base}
+    assert told["slower"] == sum(here[n]["ttft_s"] > 1.05 * base[n]["ttft_s"] for n in base) > 3
+    worst = sorted(changes, key=lambda n: -changes[n])[:3]
+    assert [one["id"] for one in told["largest_losses"]] == worst
+    for one in json.loads(dumps(told["largest_losses"])):
+        name, leg = one["id"], one["mostly"]
+        assert (one["baseline_s"], one["here_s"]) == (base[name]["ttft_s"], here[name]["ttft_s"])
+        legs = {k: here[name]["ttft_legs"][k] - base[name]["ttft_legs"][k] for k in LEGS}
+        assert leg == max(legs, key=lambda k: legs[k]) == "transfer"
+        assert one["mostly_s"] == pytest.approx(legs[leg], abs=1e-9)
+
+
+def test_prompts_hold_nothing_that_a_column_has_made(small: str) -> None:
+    """With live answers these two settings would ask other questions from the second turn on."""
+    table = compared(small, *REAL, vary=["sampling.temperature=0.0,0.9"])
+    told = table["columns"][1]["pairs"]
+    assert told["other_answers"] > 0
+    assert told["requests"] == 8
+    assert prompts("temperature=0.0") == prompts("temperature=0.9")
+    assert len(prompts("temperature=0.0")) == 8
+    assert table["notes"] == [
+        "answers in the prompts are scripted, where the scenario has the model's own"
+    ]
+    assert compared(small, "workload.turns=1", policies="pdd,naive")["notes"] == []
+
+
+def test_a_prompt_that_differs_is_a_failure(small: str) -> None:
+    comparison = Comparison(columns(small, policies="pdd,naive"), out=Path("here"))
+    comparison.prepare()
+    other = Run(columns(small, policies="pdd,naive", seed=4)[0].scenario)
+    other.prepare()
+    comparison._places[1].waiting[0]._sessions = other._sessions
+    result = comparison.execute()
+    with pytest.raises(RunFailed, match=r"^naive: not the requests of pdd: s0\.0 has other pr"):
+        result.raise_for_status()
+    assert of(result.table, "naive")["pairs"] is None
+    assert of(result.table, "naive")["state"] == "failed"
+
+
+def test_other_requests_that_were_asked_for_are_not_paired(small: str) -> None:
+    table = compared(small, vary=["seed=1,2"])
+    assert [c["seed"] for c in table["columns"]] == [1, 2]
+    assert table["columns"][1]["pairs"] is None
+    assert table["columns"][1]["not_paired"].startswith("s0.0 has other prompts")
+    paired = compared(small, vary=["workload.rate=1/s,9/s"])["columns"][1]["pairs"]
+    assert paired["requests"] == 8, "the same prompts at other times"
+
+
+def test_a_trace_brings_its_own_prompts(small: str) -> None:
+    rows = [{"timestamp": 500 * n, "input_length": 90 + n, "output_length": 7, "hash_ids": [n]}
+            for n in range(3)]  # fmt: skip
+    Path("some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trace = "workload={kind: trace, format: mooncake, path: some.jsonl}"
+    table = compared(small, trace, policies="pdd,naive")
+    assert table["notes"] == []
+    assert of(table, "naive")["pairs"]["requests"] == 3
+
+
+def test_models_are_loaded_once(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loads = run_module.load, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        loads.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(run_module, "load", counted)
+    made = columns(small, REAL, policies="pdd,naive", vary=["dtype=float64,float32"])
+    Comparison(made).prepare()
+    assert sorted(loads) == [("tiny", "float32", "cpu"), ("tiny", "float64", "cpu")]
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def test_the_grid_is_the_product(small: str) -> None:
+    vary = ["links.wan.rate=8 Mbit/s, 1 Gbit/s", "links.rdma.rate=9 Gbit/s", "seed=1,2"]
+    made = columns(small, ["seed=9"], policies="pdd,naive", vary=vary, seed=8)
+    assert len(made) == 8
+    assert made[0].name == "pdd links.wan.rate=8 Mbit/s links.rdma.rate=9 Gbit/s seed=1"
+    assert made[0].folder == "pdd-links.wan.rate=8-Mbit-s-links.rdma.rate=9-Gbit-s-seed=1"
+    assert len({c.folder for c in made}) == 8
+    last = made[-1].scenario
+    assert (last.pipeline.policy, last.links["wan"].rate, last.seed) == ("naive", 125_000_000, 2)
+
+
+def test_values_may_hold_commas_inside_brackets_and_quotes(small: str) -> None:
+    vary = ["workload.prompt_tokens={min: 9, max: 10}, 20", "workload.system='a, b',it's"]
+    asked = [c.scenario.workload for c in columns(small, vary=vary)]
+    assert all(isinstance(workload, Sessions) for workload in asked)
+    assert [(w.prompt_tokens.max, w.system) for w in asked if isinstance(w, Sessions)] == [
+        (10, "a, b"), (10, "it's"), (20, "a, b"), (20, "it's"),
+    ]  # fmt: skip
+
+
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "one column": (["--policies", "pdd"], ["found one setting, and nothing to compare it with"]),
+    "none": ([], ["found one setting, and nothing to compare it with; allowed: at least two"]),
+    "a hole": (["--policies", "pdd,,naive"], ["--policies 'pdd,,naive': found no value where"]),
+    "no values": (["--vary", "seed"], ["--vary 'seed': write it as a.b=v1,v2"]),
+    "twice": (["--vary", "seed=1,2", "--vary", "seed=3"], ["found seed a second time"]),
+    "policy twice": (
+        ["--policies", "pdd,naive", "--vary", "pipeline.policy=pdd"],
+        ["--vary: found pipeline.policy a second time"],
+    ),
+    "answers": (["--vary", "workload.answers=live,scripted"], ["answers are always scripted here"]),
+    "too many": (["--vary", "seed=" + ",".join("1" * 65)], ["found 65 settings in all; allowed: "]),
+    "a role is missing": (
+        ["--policies", "naive,pdd", "--set", "instances.rld0.role=main", "--set", "seed=x"],
+        ["no instance of role relay; policy pdd needs at least one (for pdd)",
+         "--set seed: seed: found 'x'; allowed: a whole number from 0 to 9,223,372,036,854,775,"],
+    ),
+    "in some columns": (
+        ["--policies", "pdd,naive", "--vary", "links.wan.rate=3,x,1 Gbit/s"],
+        ["links.wan.rate: found 3, a number without a unit; allowed: a rate such as 300 Mbit/s, "
+         "10 Gbit/s or 50 MB/s (for pdd rate=3, naive rate=3)",
+         "links.wan.rate: found 'x'; allowed: a rate such as"],
+    ),
+    "no such policy": (
+        ["--policies", "pdd,frob"], ["--policies pipeline.policy: pipeline.policy: found 'frob'; "],
+    ),
+    "prompts too long for some": (
+        ["--vary", "workload.prompt_tokens=100,5000"],
+        ["the model's context of 4096 at most (for prompt_tokens=5000)"],
+    ),
+    "baseline": (["--policies", "pdd,naive", "--baseline", "nave"], ["did you mean 'naive'?"]),
+    "rounds": (["--policies", "pdd,naive", "--repeat", "0"], ["--repeat: found 0; allowed: 1 to"]),
+    "not our folder": (
+        ["--policies", "pdd,naive", "--out", "."], ["--out .: found something that is not a comp"],
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(
+    small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    def call(*args: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["pddrt", "compare", small, *args])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_anything_runs(call: Callable[..., Done], what: str) -> None:
+    args, messages = BAD[what]
+    done = call(*args)
+    assert (done.code, done.out) == (2, "")
+    for message in messages:
+        assert message in done.err
+    assert all(line.startswith("pddrt: ") for line in done.err.splitlines())
+    assert {path.name for path in Path.cwd().iterdir()} == {"small.yaml"}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+TWO = ("--policies", "pdd,naive", "--out", "here")
+
+
+def test_json_is_the_table_and_nothing_else(call: Callable[..., Done]) -> None:
+    done = call(*TWO, "--json")
+    assert done.code == 0
+    assert done.out == Path("here", FILE).read_text()
+    assert [c["name"] for c in json.loads(done.out)["columns"]] == ["pdd", "naive"]
+    assert done.err == "1/2 pdd\n2/2 naive\n"
+    files = {path.name for path in Path("here", "naive").iterdir()}
+    assert files >= {"scenario.yaml", "events.jsonl", "requests.jsonl", "summary.json"}
+
+
+def test_an_older_comparison_is_replaced(call: Callable[..., Done]) -> None:
+    call(*TWO)
+    again = call("--vary", "links.wan.delay=1 ms,90 ms", "--out", "here", "--json")
+    assert [c["name"] for c in json.loads(again.out)["columns"]] == ["delay=1 ms", "delay=90 ms"]
+
+
+def test_the_table_has_a_line_for_each_measure(call: Callable[..., Done]) -> None:
+    done = call(*TWO, "--verify")
+    assert done.code == 0
+    lines = [line.rstrip() for line in done.out.splitlines()]
+    assert re.fullmatch(r" +pdd +naive", lines[2])
+    for line in (
+        r"requests finished +8 of 8 +8 of 8",
+        r"by P-RLD-MD +8 +-",
+        r"TTFT mean +\S+ ms = +\S+ ms \d\.\d\dx",
+        r"handoff gap p99 +\S+ ms = +-",
+        r"SLO met +100\.0 % = +\S+ % 0\.\d\dx",
+        r"tokens by R +\d+ = +0 0\.00x",
+        r"instances used +3 of 3 = +2 of 3 0\.67x",
+        r"cost +- +-",
+        r"verified: equal +8 +8",
+        r"slower in TTFT +- +\d",
+        r"  s\d\.\d  \S+ ms > \S+ ms  \d\.\d\dx  transfer \+\S+ ms",
+        r"saved in here",
+    ):
+        assert [found for found in lines if re.fullmatch(line, found)], line
+    assert "\x1b" not in done.out
+
+
+def test_lost_requests_fail_it_after_all_columns_ran(call: Callable[..., Done]) -> None:
+    done = call("--policies", "naive,pdd", "--set", "deadline=270 ms", "--out", "here")
+    assert done.code == 1
+    table = json.loads(Path("here", FILE).read_text())
+    assert [c["rounds"] for c in table["columns"]] == [1, 1]
+    failed = [c["name"] for c in table["columns"] if c["state"] == "failed"]
+    assert failed
+    assert [line.split(":")[1].strip() for line in done.err.splitlines()[2:]] == failed
+    assert "requests did not finish" in done.err
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ctrl_c_saves_what_was_measured(
+    call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    execute, begun = Run.execute, []
+
+    def pressed(self: Run, *args: Any) -> Any:
+        begun.append(self)
+
+        def press(event: object) -> None:
+            if isinstance(event, TokensReceived) and len(begun) == number:
+                signal.raise_signal(signal.SIGINT)
+                begun.append(self)
+
+        self.listen(press)
+        return execute(self, *args)
+
+    monkeypatch.setattr(Run, "execute", pressed)
+    before = signal.getsignal(signal.SIGINT)
+    done = call("--policies", "pdd,naive,pdd", "--out", "here")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert done.code == 130
+    assert done.err.endswith("pddrt: interrupted; what was measured is saved in here\n")
+    table = json.loads(Path("here", FILE).read_text())
+    states = ["finished"] * (number - 1) + ["interrupted"] + ["not run"] * (3 - number)
+    assert [c["state"] for c in table["columns"]] == states
+    assert table["interrupted"] is True
+    assert f"{table['columns'][-1]['name']}: not run" in done.out
+
+
+def test_the_table_fits(small: str) -> None:
+    table = compared(small, policies="pdd,naive", vary=["links.wan.delay=1 ms,20 ms,70 ms"])
+    for width, blocks in {36: 6, 60: 5, 80: 2, 120: 1, None: 1}.items():
+        console = Console(width=width or 10_000, no_color=True)
+        with console.capture() as shown:
+            for part in compare_show.results(table, width):
+                console.print(part)
+        lines = shown.get().splitlines()
+        assert max(map(len, lines)) <= (width or 10_000)
+        assert "…" not in shown.get(), "nothing is cut"
+        assert sum(line.startswith("TTFT mean") for line in lines) == blocks
+        words = set(shown.get().split())
+        assert all(words >= set(column["name"].split()) for column in table["columns"])
+
+
+# -- pairs and rounds, on paper --------------------------------------------------------------------
+
+
+def outcome(ttft: int, *, transfer: int = 0, name: str = "s0.0", more: int = 100) -> Outcome:
+    legs = {**dict.fromkeys(LEGS, 0), "transfer": transfer, "prefill": ttft - transfer}
+    return Outcome(name, "digest", 9, 5, (1, 2), ttft, ttft + more, legs)
+
+
+def rounds(*outcomes: Outcome) -> list[Round]:
+    return [Round("", {}, {o.id: o}) for o in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("base", "here", "verdict"),
+    [
+        ([100], [100], "same"),
+        ([100], [95], "same"),
+        ([100], [94], "faster"),
+        ([100], [105], "same"),
+        ([100], [106], "slower"),
+        ([100, 110, 120], [130, 140, 150], "slower"),
+        ([100, 110, 131], [130, 140, 150], "same"),
+        ([130, 140, 150], [100, 110, 120], "faster"),
+        ([130, 140, 150], [100, 110, 130], "same"),
+        ([100, 100, 100], [101, 102, 103], "same"),
+    ],
+)
+def test_noise_is_not_a_difference(base: list[int], here: list[int], verdict: str) -> None:
+    told = pairs(rounds(*map(outcome, reversed(base))), rounds(*map(outcome, here)))["ttft"]
+    assert {told[v] for v in ("faster", "slower", "same") if v == verdict} == {1}
+    assert told["faster"] + told["slower"] + told["same"] == told["compared"] == 1
+
+
+def test_the_part_that_explains_a_difference_goes_its_way() -> None:
+    here = rounds(outcome(200, transfer=120, more=10))
+    told = pairs(rounds(outcome(300, transfer=200, more=500)), here)
+    (ttft,), (e2e,) = (told[k]["largest_wins"] for k in ("ttft", "e2e"))
+    assert (ttft["mostly"], ttft["mostly_s"].ns) == ("transfer", -80)
+    assert (e2e["mostly"], e2e["mostly_s"].ns) == ("after_first_token", -490)
+    assert json.loads(dumps(ttft))["ratio"] == 2 / 3
+
+
+def test_only_requests_of_both_are_paired() -> None:
+    lost = replace(outcome(100), e2e=None, ids=(1,))
+    told = pairs(
+        [Round("", {}, {"a": outcome(100, name="a"), "b": outcome(100, name="b")})],
+        [Round("", {}, {"b": replace(lost, id="b"), "c": outcome(9, name="c")})],
+    )
+    assert (told["requests"], told["only_in_baseline"], told["only_here"]) == (1, 1, 1)
+    assert (told["ttft"]["compared"], told["e2e"]["compared"]) == (1, 0)
+    assert told["other_answers"] == 0, "an answer that was cut short is no other answer"
+
+
+@pytest.mark.parametrize("change", [{"prompt": "other"}, {"max_tokens": 6}])
+def test_requests_are_the_same_only_with_the_same_prompt_and_bound(change: Any) -> None:
+    same, other = outcome(100), replace(outcome(100), **change)
+    assert other_prompt(rounds(same, same), rounds(same)) == ""
+    assert other_prompt(rounds(same), rounds(same, other)).startswith("s0.0 has other prompts")
+    assert other_prompt(rounds(same), rounds(replace(other, prompt=""))) == "", "never accepted"
+
+
+def test_rounds_are_told_by_their_medians() -> None:
+    trees = [
+        {"a": Seconds(5), "b": {"c": 1.5, "d": None}, "e": "ok"},
+        {"a": Seconds(1), "b": {"c": None, "d": None}, "e": "degraded"},
+        {"a": Seconds(3), "b": {"c": 0.5, "d": None}, "e": "ok", "f": 2},
+    ]
+    found = median(trees)
+    assert found["a"].ns == 3
+    assert {**found, "a": 3} == {"a": 3, "b": {"c": 0.5, "d": None}, "e": "ok", "f": 2}
+
+
+@pytest.mark.parametrize(
+    ("here", "base", "ratio"),
+    [(3, 2, 1.5), (0, 0, 1.0), (0, 4, 0.0), (4, 0, None), (None, 2, None), (2, None, None),
+     (Seconds(10**9 + 1), Seconds(10**9 + 1), 1.0), ({"a": 1}, {}, {"a": None})],
+)  # fmt: skip
+def test_ratios(here: Any, base: Any, ratio: Any) -> None:
+    assert ratios(here, base) == ratio
