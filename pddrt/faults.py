@@ -5,8 +5,8 @@ Trigger (one of):
     at: 5 s          once, so long after the workload began
     rate: 0.1/s      at random moments (Poisson), by the run's seed
     on: {event: KVWhole, request: s0.1, instance: rld0, nth: 1}
-                     when an event of that class (see `pddrt.trace`) with these fields happens for the
-                     nth time; with `every: true` each time from then on
+                     when an event of that class (see `pddrt.trace`) with these fields happens for
+                     the nth time; with `every: true` each time from then on
 
 `count` bounds how often (of `rate` and `every`). `for` says how long the effect lasts, where it has
 an end; without it, to the end of the workload. The effect is what `do` says, and each has fields of

@@ -160,8 +160,8 @@ WAYS = {
 
 
 def base() -> Session:
-    """Its prompt is what others share; it decodes on MD while they come, beside them."""
-    return session(0, 0, Prompts(1).fresh(100), 90)
+    """Its prompt is what others share, in whole pages; it decodes on while they come."""
+    return session(0, 0, Prompts(1).fresh(130), 90)
 
 
 def asked_for(way: Way, lengths: Sequence[int], span: int) -> list[Session]:
@@ -224,9 +224,11 @@ def test_every_case_is_reached_and_is_the_models(name: str, pages: str) -> None:
     print(f"{name}, pages of {pages}: {len(records)} requests, {len(reached)} cases")
     print(dict(Counter(r.sources for r in records)))
     assert set(reached) == way.cases(pages)
+    sharing = records[way.fresh * span * len(KINDS) :]
     for role, page in zip(ROLES, PAGES[pages], strict=True):
-        if page <= span and any(LETTERS[role] in pipeline.split("-") for pipeline in way.ends):
-            hits = {r.cached[role] % page for r in records}
+        takes_part = [LETTERS[role] in (r.pipeline or "").split("-") for r in sharing]
+        if page <= span and all(takes_part):
+            hits = {r.cached[role] % page for r in sharing}
             assert hits == set(range(page)), f"prefix hits end at every offset on {role}"
     if way.relayed:
         handed_over_as_said(way, played, records)
