@@ -34,8 +34,9 @@ from pddrt.types import MS, Drawn, Ns, Run, Sampling, Span
 from pddrt.workload import Session, Turn
 
 from .cluster import LAYOUT, VOCAB, Cluster, Played
+from .paritylab import Prompts, plain
 from .test_finish import EOS, ROOT, TOKENIZER, cut
-from .test_parity import ENDS, Prompts, deployed, plain
+from .test_parity import ENDS, deployed
 
 # -- deployments: against one engine that answers alone --------------------------------------------
 

@@ -23,24 +23,39 @@ answers are cut to fall where they are wanted. Where time is irregular, `test_pa
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 
+import numpy as np
 import pytest
 
 from pddrt import trace as ev
+from pddrt.engine.base import Engine
+from pddrt.engine.reference import Reference
+from pddrt.env import Env
 from pddrt.metrics import RequestRecord
 from pddrt.policy.handoff import Adaptive, CatchUp, Decision, Facts, Follow, OneShot, Overlap
 from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Alone, Naive, Pdd, Policy, Prfaas, RelayOnly
-from pddrt.types import MS, Ns, Role
+from pddrt.roles.node import InstanceSpec
+from pddrt.types import MS, Ns, Role, Run, Sampling
+from pddrt.verify import EPS, judge
 from pddrt.workload import Session
 
 from .cluster import Played
-from .paritylab import SAMPLINGS, Prompts, TorchCluster, check, session, where_it_ended
+from .paritylab import (
+    ROUNDING,
+    SAMPLINGS,
+    Prompts,
+    TorchCluster,
+    check,
+    load_tiny,
+    session,
+    told_wrong,
+    where_it_ended,
+)
 
 PAGES = {"1": (1, 1, 1), "16": (16, 16, 16), "64": (64, 64, 64), "64, 1 and 16": (64, 1, 16)}
 ROLES: tuple[Role, ...] = ("prefill", "relay", "main")
@@ -73,9 +88,9 @@ class Way:
     def relayed(self) -> bool:
         return RELAYED in self.ends
 
-    def cluster(self, pages: str) -> TorchCluster:
+    def cluster(self, pages: str, kind: type[TorchCluster] = TorchCluster) -> TorchCluster:
         prefill, relay, main = PAGES[pages]
-        return TorchCluster(
+        return kind(
             page_tokens=prefill,
             pages=(1 << 16) // prefill,
             page_sizes={"rld0": relay, "md0": main},
@@ -161,7 +176,7 @@ WAYS = {
 
 def base() -> Session:
     """Its prompt is what others share, in whole pages; it decodes on while they come."""
-    return session(0, 0, Prompts(1).fresh(130), 90)
+    return session(0, 0, Prompts(1).fresh(130), 90, Sampling(logprobs=0))
 
 
 def asked_for(way: Way, lengths: Sequence[int], span: int) -> list[Session]:
@@ -201,14 +216,6 @@ def case_of(r: RequestRecord, pages: str) -> tuple[str, str, int, str]:
         answered = len(r.ids) if end == "RLD" else r.sources.index("M")
     offset = (r.prompt_tokens + answered) % last_page(r.pipeline, pages)
     return r.pipeline, kind, offset, end
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_is_looked_for() -> Iterator[None]:
-    """A run keeps nearly all that it makes until it ends; the search takes a third of its time."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("pages", PAGES)
@@ -257,3 +264,61 @@ def test_the_table_holds_what_it_says() -> None:
     for name, way in WAYS.items():
         ends = sum(len(set(ends)) for ends in way.ends.values())
         assert sum(rows[name, pages] for pages in ("1", "16", "64")) == (1 + 16 + 64) * 2 * ends
+
+
+# -- what the table's verdicts are worth -----------------------------------------------------------
+
+
+class Garbled(TorchCluster):
+    """MD takes the KV of one token of each transfer for that of the token before it."""
+
+    def engine(self, env: Env, spec: InstanceSpec) -> Engine:
+        engine = super().engine(env, spec)
+        write, layout, turn = engine.write_kv, engine.layout, count(1)
+
+        def garble(runs: Sequence[Run], payload: bytes | memoryview) -> None:
+            kv = (
+                np.frombuffer(payload, np.float64)
+                .reshape(layout.layers, 2, -1, layout.kv_heads, layout.head_dim)
+                .copy()
+            )
+            at = next(turn) % kv.shape[2]
+            kv[:, :, at] = kv[:, :, at - 1]
+            write(runs, kv.tobytes())
+
+        if spec.role == "main":
+            engine.write_kv = garble  # type: ignore[method-assign]
+        return engine
+
+
+def test_kv_that_is_wrong_in_one_token_is_noticed() -> None:
+    way = WAYS["P-MD"]
+    asked = asked_for(way, (4,), 64)
+    played = way.cluster("16", Garbled).play(asked)
+    with pytest.raises(AssertionError):
+        check(played, asked)
+    wrong = [max(off) for off in told_wrong(played.records)]
+    print(f"{len(wrong)} answers; the least is off by {min(wrong):.1e}")
+    assert min(wrong) > 1e6 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["one-shot", "catch-up to its bound", "overlap, MD is first"])
+def test_eight_bits_are_a_loss_on_md_only_and_the_oracle_says_so(name: str) -> None:
+    """RLD got the whole KV. Nothing breaks, where both decode and differ neither."""
+    way = WAYS[name]
+    cluster = way.cluster("16")
+    cluster.eight_bit_wan = True
+    played = cluster.play(asked_for(way, [at + 8 for at in lengths(name)[-2:]], 32))
+    played.assert_sound()
+    reference, verdicts = Reference(load_tiny().module), Counter[str]()
+    for r, wrong in zip(played.records, told_wrong(played.records), strict=True):
+        assert (r.finish_reason, len(r.ids)) == ("length", r.max_tokens)
+        before = r.sources.index("M")
+        assert max(wrong[:before]) < ROUNDING
+        assert ROUNDING < max(wrong[before:]) < 0.5
+        said = judge(reference, r.prompt_ids, r.ids, r.sampling, EPS["float64"])
+        verdicts[said.verdict] += 1
+        assert said.differences <= len(r.ids) - before
+        assert said.first_divergence is None or said.first_divergence >= before
+    print(name, dict(verdicts))
+    assert set(verdicts) == {"equal", "different"}
