@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
-from pddrt import __version__, bench_cli, netem_cli
+from pddrt import __version__, bench_cli, netem_cli, report_cli
 from pddrt.errors import BadInput, CannotRun, Interrupted, PddrtError
 
 if TYPE_CHECKING:
@@ -489,9 +489,10 @@ def _say(message: str) -> None:
                 print(f"pddrt: {''.join(safe)}", file=sys.stderr, flush=True)
 
 
+_terminal = {"obj": bench_cli.Terminal(_outlet, _console, _signals_end_it)}
 for _name, _app in (("bench", bench_cli.app), ("netem", netem_cli.app)):
-    _terminal = bench_cli.Terminal(_outlet, _console, _signals_end_it)
-    app.add_typer(_app, name=_name, context_settings={"obj": _terminal})
+    app.add_typer(_app, name=_name, context_settings=_terminal)
+app.command(short_help=report_cli.SHORT_HELP, context_settings=_terminal)(report_cli.report)
 
 
 def main() -> None:

@@ -18,10 +18,12 @@ from pddrt.engine.tokens import Tokenizer
 from pddrt.env import Env
 from pddrt.errors import CannotRun, ConnectionLost, RunFailed
 from pddrt.netem.net import Net, Topology
+from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.policy.handoff import OneShot
 from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Policy
+from pddrt.roles.attempts import Recovery
 from pddrt.roles.client import Client
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import LEASE_GRACE, Gateway
@@ -63,6 +65,10 @@ class Rules:
     """How long a decoder may take to answer an offer at all."""
     anomaly: Anomaly | None = None
     """Requests whose KV is not sent to main decoders."""
+    admission: Admission = field(default_factory=Admission)
+    """Who is refused where more comes than can be served."""
+    recovery: Recovery = field(default_factory=Recovery)
+    """Further attempts at requests that lost an instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +124,12 @@ class Deployment:
             deadline=rules.deadline,
             signal_age=rules.signal_age,
             anomaly=rules.anomaly,
+            recovery=rules.recovery,
+            admission=rules.admission,
         )
         env.trace.listen(DriftObserver(env, lambda: self.instances))
-        self.client = Client(self._env_at(CLIENT), net, CLIENT, GATEWAY, rules.sampling)
+        patience = rules.deadline + LEASE_GRACE
+        self.client = Client(self._env_at(CLIENT), net, CLIENT, GATEWAY, rules.sampling, patience)
 
     def _env_at(self, name: str) -> Env:
         return self._clocks.get(self.topology.sites[name], self.env)

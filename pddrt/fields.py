@@ -283,6 +283,30 @@ class AnomalyFields(Section):
     guess: Literal["max_tokens", "session"] = "max_tokens"
 
 
+class AdmissionFields(Section):
+    """Bounds on what is under way; `shed_after`: refuse a request whose first token would come
+    later than that. See `policy.admission`.
+    """
+
+    max_requests: (
+        Annotated[int, Field(ge=1, le=1 << 30), Allowed("a whole number of requests, from 1")]
+        | None
+    ) = None
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=1 << 50), Allowed("a whole number of tokens, from 1")] | None
+    ) = None
+    shed_after: PositiveDuration | None = None
+
+
+class RecoveryFields(Section):
+    """Further attempts at a request that lost an instance: how many at most, and how long a pause
+    before the first. See `roles.attempts`.
+    """
+
+    retries: Annotated[int, Field(ge=0, le=100), Allowed("a whole number from 0 to 100")] = 3
+    backoff: Duration = 50 * MS
+
+
 class Gateway(Section):
     """`site` None: that of the first prefill instance."""
 

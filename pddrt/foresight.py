@@ -49,7 +49,7 @@ class Foresight:
                 self.resumed[event.request] = event
             case ev.CacheSampled():
                 self.samples.append(event)
-            case ev.Routed():
+            case ev.Routed() if event.request == ev.request_of(event.request):
                 self.routed += 1
 
     def summary(self, end: Ns) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pddrt.roles.gateway import LEASE_GRACE
 from pddrt.roles.load import Load
 from pddrt.roles.node import Instance, Node
 from pddrt.roles.send import Sender
-from pddrt.trace import Event, FaultEnded, FaultInjected, FaultMissed
+from pddrt.trace import Event, FaultEnded, FaultInjected, FaultMissed, request_of
 from pddrt.types import SECOND
 from pddrt.units import format_duration, format_rate
 from pddrt.workload import Session
@@ -166,6 +166,9 @@ class Injector:
             if isinstance(in_force.fault, faults.Crash) and in_force.fault.lasts is None:
                 continue  # for good
             self._over(in_force)
+        for instance in self._deployment.instances:
+            if isinstance(instance.engine, FaultyEngine):
+                instance.engine.recover()
         if self._ending:
             await asyncio.wait(self._ending)
         self._stop()
@@ -278,6 +281,7 @@ class Injector:
         under_way = self._deployment.client.under_way
         named = named or getattr(event, "request", None)
         if named is not None:
+            named = request_of(named)
             if named not in under_way:
                 raise Missed(f"{named} is not under way")
             return named
@@ -319,7 +323,7 @@ class Injector:
             # Its KV may still cross when it has its answer.
             request = fault.request or getattr(event, "request", None)
             request = request or self._request(number, None, None)
-            found = self._carrying(request)
+            found = self._carrying(request_of(request))
             what = f"with KV of {request}"
         if not found:
             raise Missed(f"there is no stream {what}")

@@ -8,11 +8,14 @@ events that led to it; after that the books mean nothing any more and it listens
 Client    a stream is contiguous and once, and within its budget; every id was made, at its
           position, by the role that its source says; one final state, nothing after it; an answer
           that ends by length has it; the legs of TTFT add up.
+Attempts  a further one begins behind what the client has, within the budget; ids of all of them are
+          the client's. Each is judged by itself, those that were given up, too.
 Decoding  no step on KV that is not there; none before the manifest is complete.
 Handoff   pieces join, and hold ids that were made. A relayed main decoder computes nothing before
           it has ids, and draws nothing before the last of them or, where both decode, before it was
           told of some; it goes on from what it knows. No relay goes on after the last ids, or after
-          it was passed. Where the main decoder's own ids are not the answer's, KV from there on is
+          it was passed. In place of a relay that is lost a main decoder may go on, behind ids that
+          were made. Where the main decoder's own ids are not the answer's, KV from there on is
           not there any more, and those positions may be made again; never otherwise.
 Transfers only what a finished step has written, only the suffix that the decoder lacks, every
           position once; bytes in are bytes out when the KV is whole.
@@ -95,6 +98,8 @@ class Monitor:
             ev.LinkRate: self._link_rate,
             ev.RequestSent: self._request_sent,
             ev.Routed: self._routed,
+            ev.Rerouted: self._rerouted,
+            ev.TakenOver: self._taken_over,
             ev.TokensReceived: self._tokens_received,
             ev.Finished: self._finished,
             ev.TokensMade: self._tokens_made,
@@ -213,9 +218,30 @@ class Monitor:
         self._requests[e.request] = Account(e.t)
 
     def _routed(self, e: ev.Routed) -> None:
+        root = self._requests.get(ev.request_of(e.request))
+        if root is None:
+            return
+        if (request := self._requests.get(e.request)) is None:
+            self._goes_on_behind(root, e)
+            request = self._requests[e.request] = Account(root.sent, attempts=root.attempts)
+            root.attempts.append(request)
+        must(request.route is None, "a request routed twice", e.request)
+        request.route = e
+
+    def _goes_on_behind(self, root: Account, e: ev.Routed) -> None:
+        """`e` is a further attempt."""
+        if root.route is None or root.end is not None:
+            raise Broken("a further attempt at what is not under way", e.request)
+        length, budget = root.route.prompt_tokens, root.route.max_tokens
+        made = e.prompt_tokens - length
+        whole = made + e.max_tokens == budget
+        if not (whole and root.next <= made < budget):
+            what = f"{e.request}: behind {made} of {budget}, {e.max_tokens} more, {root.next} sent"
+            raise Broken("a further attempt that does not join", what)
+
+    def _rerouted(self, e: ev.Rerouted) -> None:
         if request := self._requests.get(e.request):
-            must(request.route is None, "a request routed twice", e.request)
-            request.route = e
+            request.reroute(e)
 
     def _tokens_received(self, e: ev.TokensReceived) -> None:
         request = self._requests[e.request]
@@ -229,9 +255,8 @@ class Monitor:
         if e.end > route.max_tokens:
             what = f"{e.request}: {e.end} of {route.max_tokens}"
             raise Broken("more tokens than the budget", what)
-        made = request.made.get(e.source, {})
         for position, token in enumerate(e.ids, route.prompt_tokens + e.start):
-            if made.get(position) != token:
+            if not any(a.has_made(e.source, position, token) for a in reversed(request.attempts)):
                 what = f"{e.request}: {token} at {position}, said to be of {e.source}"
                 raise Broken("a token that nobody made", what)
         request.next = e.end
@@ -259,7 +284,9 @@ class Monitor:
                 "the legs of TTFT do not add up",
                 f"{e.request}: {dict(legs)} to {request.first - request.sent} ns",
             )
-        request.made.clear()
+        for attempt in request.attempts:
+            attempt.end = e.reason
+            attempt.made.clear()
 
     # -- making tokens -----------------------------------------------------------------------------
 
@@ -267,6 +294,8 @@ class Monitor:
         request, pages = self._requests.get(e.request), self._pages.get(e.instance)
         if request is None or request.route is None or pages is None:
             return
+        if e.instance in request.former:
+            return  # it is not asked any more
         route, source = request.route, e.source
         maker = {"P": route.prefill, "R": route.relay, "M": route.main}[source]
         alone = _alone(route)
@@ -292,7 +321,7 @@ class Monitor:
 
     def _may_decode(self, name: str, request: Account, instance: str) -> None:
         assert request.route is not None
-        if _alone(request.route):
+        if _alone(request.route) or instance in request.former:
             return  # it computes the prompt by itself; that every step has its KV is checked there
         path = request.paths.get(instance)
         if path is None or not path.whole:
@@ -309,6 +338,8 @@ class Monitor:
         if (request := self._requests.get(e.request)) is None or request.route is None:
             return
         relayed = not e.follows
+        if e.main in request.former or (relayed and request.taken):
+            return  # to one that is not asked any more, or will not listen
         begin = (request.handed if relayed else request.told) or request.route.prompt_tokens
         must(
             e.start == begin and not (relayed and (request.relay_done or request.told)),
@@ -330,9 +361,22 @@ class Monitor:
         if request := self._requests.get(e.request):
             request.relay_done = True
 
+    def _taken_over(self, e: ev.TakenOver) -> None:
+        """By a main decoder whose relay is lost."""
+        if (request := self._requests.get(e.request)) is None or request.route is None:
+            return
+        what = f"{e.request} on {e.main}"
+        must(request.taken, "taken over what nobody gave", what)
+        begin = request.route.prompt_tokens
+        made = all(request.by_relay(p) is not None for p in range(begin, e.end))
+        must(request.end is not None or made, "taken over behind ids that nobody made", what)
+        request.known = request.told = e.end
+
     def _handoff_taken(self, e: ev.HandoffTaken) -> None:
         """What it knows now is true: KV that it computed for anything else is not there."""
         if (request := self._requests.get(e.request)) is None or request.route is None:
+            return
+        if e.main in request.former:
             return
         what = f"{e.request} on {e.main}"
         over = request.relay_done or request.told or not e.decodes
@@ -343,7 +387,11 @@ class Monitor:
         made = request.made.get("M", {})
         doubtful = range(request.known or request.route.prompt_tokens, e.end)
         request.known = e.end
-        for position in doubtful if request.end is None else ():
+        if request.end is not None:
+            if e.back:  # which of them, the relay's ids would say; they are forgotten by now
+                made.clear()
+            return
+        for position in doubtful:
             if position in made and made[position] != request.by_relay(position):
                 for later in [p for p in made if p >= position]:
                     del made[later]

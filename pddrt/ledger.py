@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pddrt import trace as ev
 from pddrt.types import SECOND, Ns
@@ -307,6 +307,30 @@ class Account:
     """The end of the ids that the main decoder has taken."""
     relay_done: bool = False
     end: str | None = None
+    taken: bool = False
+    """A main decoder goes on in place of the relay."""
+    former: set[str] = field(default_factory=set)
+    """Instances that are not asked for anything any more, and may not know it yet."""
+    attempts: list[Account] = field(default_factory=list)
+    """All at the same request, this among them."""
+
+    def __post_init__(self) -> None:
+        if not self.attempts:
+            self.attempts.append(self)
+
+    def has_made(self, source: str, position: int, token: int) -> bool:
+        return self.made.get(source, {}).get(position) == token
+
+    def reroute(self, e: ev.Rerouted) -> None:
+        """It goes on without one."""
+        assert self.route is not None
+        if e.then == "takeover":
+            self.taken = True
+        else:
+            self.former.add(e.lost)
+        if e.then in ("alone", "another main"):
+            self.handed = self.told = self.known = 0
+            self.route = replace(self.route, main=e.main)
 
     def by_relay(self, position: int) -> int | None:
         """The id that the relay has there: its own, or P's first."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -66,7 +66,10 @@ class Flight:
     def take(self, event: Event) -> None:
         match event:
             case ev.Routed():
+                if self.routed is not None:  # a further attempt; the answer counts as a whole
+                    event = replace(event, max_tokens=self.routed.max_tokens)
                 self.routed = event
+                self.at_main, self.handed_over, self.followed = 0, False, False
             case ev.KVSent():
                 self.computed = max(self.computed, event.end)
             case ev.KVReceived() if self.routed and event.instance == self.routed.main:
@@ -204,7 +207,7 @@ class LiveText:
 
     def _take(self, event: Event) -> None:
         self._now = event.t
-        name = getattr(event, "request", "")
+        name = ev.request_of(getattr(event, "request", ""))
         if isinstance(event, ev.RequestSent):
             self._flights[name] = Flight(name)
             if self._sent < self._limit:

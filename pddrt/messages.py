@@ -167,7 +167,14 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     },
     "close": {"request": _text, "answered": _flag},
     "learn": {"request": _text, "prompt_tokens": _count},
-    "failed": {"request": _text, "detail": _text},
+    # an instance has ended a request, and `by` whose fault; or goes on with it without `whom`
+    "failed": {"request": _text, "detail": _text, "by": _text},
+    "lost": {"request": _text, "whom": _text, "detail": _text},
+    # the gateway's answer: to P, to feed the main decoder only, since the relay is lost; to P and
+    # the relay, who is the main decoder now; to the main decoder, to go on from these ids
+    "unrelay": {"request": _text},
+    "rejoin": {"request": _text, "main": _name_or_none},
+    "takeover": {"request": _text, "start": _count},
     # what the gateway may know of an instance: see `roles.load`
     "watch": {"age_ns": _count},
     "load": {

@@ -15,7 +15,8 @@ exact in nanoseconds:
 
 A stamp that lies before its predecessor counts as equal to it, so no leg is negative and none is
 counted twice. Where P itself released the token (`first_token: early`, or an answer of one token),
-decoder_queue and transfer are zero.
+decoder_queue and transfer are zero. Where there was a further attempt before the first token, the
+legs are those of the last one; what came before it is prefill_queue.
 
 TPOT = (last - first) / (n - 1).
 """
@@ -51,6 +52,10 @@ class RequestRecord:
     main: str | None = None
     prompt_tokens: int = 0
     max_tokens: int = 0
+    attempt: int = 0
+    """How many further ones there were."""
+    rerouted: list[str] = field(default_factory=list)
+    """How attempts went on without an instance that was lost: see `trace.Rerouted`."""
     routed: Ns | None = None
     prefill_started: Ns | None = None
     prefill_ended: Ns | None = None
@@ -70,8 +75,12 @@ class RequestRecord:
     parity: dict[str, Any] | None = None
     """The token oracle's verdict (`pddrt.verify`); None where it was not asked."""
     made: dict[str, int] = field(default_factory=dict)
+    ttft_legs: dict[str, Ns] | None = None
+    """What TTFT was made of, from the first token on."""
     seam: Seam = field(default_factory=Seam)
-    """Its handoff; `rounds` 0 where there was none."""
+    """Its handoff, that of its last attempt that had one; `rounds` 0 where there was none."""
+    seam_of: int = 0
+    """Which attempt's that is."""
     kv_received: dict[str, int] = field(default_factory=dict)
     wan_kv_bytes: int = 0
     """Of KV that came to the main decoder from another site."""
@@ -107,6 +116,10 @@ class RequestRecord:
     @property
     def legs(self) -> dict[str, Ns] | None:
         """TTFT taken apart; None before the first token."""
+        return self.ttft_legs
+
+    def take_apart(self) -> dict[str, Ns] | None:
+        """At the first token: later nothing may change it."""
         if not self.times or self.routed is None or self.notice is None:
             return None
         started, ended = self.prefill_started or self.routed, self.prefill_ended or self.routed
@@ -174,6 +187,8 @@ class Recorder:
         self.role_of = role_of
         self.sites: dict[str, str] = {}
         self.requests: dict[str, RequestRecord] = {}
+        self._prompt_lens: dict[str, int] = {}
+        """By attempt."""
         self.main_steps = MainSteps(self._prompt_len)
         self.links: list[ev.LinkTotal] = []
         self.pools: list[ev.PoolChecked] = []
@@ -215,7 +230,7 @@ class Recorder:
         elif isinstance(event, ev.StepBegan):
             if self.role_of[event.instance] == "main":
                 self.main_steps.began(event)
-        elif record := self.requests.get(getattr(event, "request", "")):
+        elif record := self.requests.get(ev.request_of(getattr(event, "request", ""))):
             self._update(record, event)
             self._beside(record, event)
 
@@ -225,8 +240,7 @@ class Recorder:
         return None if record is None else record.legs
 
     def _prompt_len(self, request: str) -> int | None:
-        record = self.requests.get(request)
-        return None if record is None else record.prompt_tokens
+        return self._prompt_lens.get(request)
 
     def _beside(self, record: RequestRecord, event: Event) -> None:
         """What steps of a main decoder are between the tokens made there."""
@@ -235,9 +249,9 @@ class Recorder:
             case ev.TokensMade() if event.instance == record.main:
                 steps.made(event)
             case ev.Preempted() | ev.Freed() if event.instance == record.main:
-                steps.stopped(record.id)
+                steps.stopped(event.request)
             case ev.Finished():
-                steps.stopped(record.id)
+                steps.stopped(ev.attempt_name(record.id, record.attempt))
                 record.seam.others_itl_max = steps.worst.pop(record.id, None)
 
     def _count_pages(self, event: ev.Admitted | ev.Freed) -> None:
@@ -250,9 +264,22 @@ class Recorder:
             case ev.Accepted():
                 record.prompt_ids = event.prompt_ids
             case ev.Routed():
-                record.routed, record.pipeline = event.t, event.pipeline
+                self._prompt_lens[event.request] = event.prompt_tokens
+                record.pipeline = event.pipeline
                 record.prefill, record.relay, record.main = event.prefill, event.relay, event.main
-                record.prompt_tokens, record.max_tokens = event.prompt_tokens, event.max_tokens
+                if event.request == record.id:
+                    record.routed = event.t
+                    record.prompt_tokens, record.max_tokens = event.prompt_tokens, event.max_tokens
+                else:
+                    for stamps in (record.admitted, record.whole, record.hits, record.hit_bytes):
+                        stamps.clear()
+            case ev.Retried():
+                record.attempt = event.attempt
+            case ev.Rerouted():
+                record.rerouted.append(event.then)
+                record.main = event.main or record.main
+            case _ if _late(record, event):
+                pass
             case ev.Admitted():
                 # A request that was preempted is admitted again; what counts is the first time.
                 record.admitted.setdefault(event.instance, event.t)
@@ -276,6 +303,9 @@ class Recorder:
                 record.made[event.source] = (
                     record.made.get(event.source, 0) + event.end - event.start
                 )
+            case ev.HandoffBegan() if record.attempt > record.seam_of:
+                record.seam, record.seam_of = Seam(), record.attempt
+                record.seam.update(event)
             case (
                 ev.HandoffBegan()
                 | ev.HandoffSent()
@@ -290,6 +320,8 @@ class Recorder:
                 record.ids.extend(event.ids)
                 record.sources += event.source * (event.end - event.start)
                 record.times.extend([event.t] * (event.end - event.start))
+                if event.start == 0:
+                    record.ttft_legs = record.take_apart()
                 record.text += event.text
                 record.logprobs.extend(event.logprobs)
             case ev.Finished():
@@ -298,3 +330,10 @@ class Recorder:
                     event.t,
                     event.detail,
                 )
+
+
+def _late(record: RequestRecord, event: Any) -> bool:
+    """Of an attempt that was given up, and what it took is not what the request takes."""
+    stamps = (ev.Admitted, ev.Freed, ev.PrefillStarted, ev.PrefillEnded, ev.KVWhole)
+    current = ev.attempt_name(record.id, record.attempt)
+    return isinstance(event, stamps) and event.request != current

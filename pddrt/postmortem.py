@@ -20,6 +20,7 @@ from rich.text import Text
 
 from pddrt.errors import BadInput
 from pddrt.show import STYLE, bar, clean, duration, size
+from pddrt.trace import request_of
 from pddrt.types import SECOND
 
 Json = dict[str, Any]
@@ -46,7 +47,7 @@ def read(folder: Path) -> Recorded:
     if (folder / "events.jsonl").is_file():
         for event in _lines(folder / "events.jsonl"):
             if "request" in event:
-                recorded.events.setdefault(event["request"], []).append(event)
+                recorded.events.setdefault(request_of(event["request"]), []).append(event)
     return recorded
 
 
@@ -221,7 +222,7 @@ def _chapters(events: Sequence[Json]) -> list[list[Json]]:
     for event in events:
         kind = event["event"]
         if kind in SERIES:
-            key = kind + "".join(str(event[name]) for name in SERIES[kind])
+            key = kind + event["request"] + "".join(str(event[name]) for name in SERIES[kind])
             if key in latest and _joins(latest[key][-1], event):
                 latest[key].append(event)
                 continue
@@ -241,6 +242,20 @@ TELL: dict[str, Teller] = {
         "gateway",
         f"routed {e['pipeline']}: {e['reason']}"
         + ("" if e["wan_estimate_s"] is None else f" ({_time(e['wan_estimate_s'])} expected)"),
+    ),
+    "Retried": lambda e: (
+        "gateway",
+        f"goes on elsewhere after {e['after']} tokens, attempt {e['attempt']}: {e['why']}",
+    ),
+    "Rerouted": lambda e: (
+        "gateway",
+        f"goes on without {e['lost']} ({e['then']}"
+        + (f", {e['main']}" if e["then"] == "another main" else "")
+        + f"): {e['why']}",
+    ),
+    "TakenOver": lambda e: (
+        e["main"],
+        f"takes over, extends over {e['extend_tokens']} ids to {e['end']}",
     ),
     "Admitted": lambda e: (
         e["instance"],

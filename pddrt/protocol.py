@@ -15,6 +15,7 @@ is the handoff policy's decision (`policy.handoff`); what may happen then stands
     FOLLOWED   MD is first (the gateway)    HANDED
     FINISHED   ... after it was FOLLOWED    HANDED
     any that decodes, an id ends it         FINISHED
+    any that decodes, MD is lost            DECODING   there may be another one later
 
     `decide`   Finish, no id is coming      HANDED     SendIds, the last
                Finish, a step will yield it FREEZING
@@ -31,6 +32,7 @@ is the handoff policy's decision (`policy.handoff`); what may happen then stands
     READY      ids to follow                FOLLOWING  Decode
     FOLLOWING  ids to follow                FOLLOWING  Decode, where they say anything new
     DECODING   an id ends it                FINISHED
+    READY, EXTENDING  RLD is lost, ids      DECODING   Decode (from the gateway's ids)
 
 Any state may be left for CLOSED from outside (cancel, deadline, the gateway's close); nothing leads
 out of HANDED and CLOSED. What comes late is ignored, what cannot be is refused (BadFrame; the shell
@@ -247,6 +249,13 @@ class RelaySide(_Side):
         if self.state in (State.FOLLOWED, State.FINISHED):
             self.state, self.reason = State.HANDED, "the main decoder is first"
 
+    def on_main_lost(self) -> None:
+        """There is nobody to hand over to any more: as if there had never been."""
+        self.ask, self.main_is_ready = None, False
+        self.sent, self.before, self.bound = 0, (), 0
+        if self.state in RELAY_DECODES:
+            self.state = State.DECODING
+
     def on_token(self, token: int) -> tuple[list[Action], FinishReason | None]:
         assert self.state in RELAY_DECODES, self.state
         reason = self._book(token)
@@ -304,6 +313,10 @@ class MainSide(_Side):
     """FOLLOWING: the answer as far as the gateway has passed on the relay's ids."""
     agreed: int = 0
     """So many ids are known to be the same in `ids` and `told`."""
+    given: int = 0
+    """So many of `ids` are the relay's, by its own word."""
+    taken: bool = False
+    """It goes on in place of the relay: what that says is not asked for any more."""
 
     def on_first(self, token: int) -> list[Action]:
         if self.relayed or self.ids or self.state is not State.RECEIVING:
@@ -321,10 +334,13 @@ class MainSide(_Side):
 
     def on_ids(self, start: int, ids: Sequence[int], last: bool) -> list[Action]:
         """Ids from the relay; nothing is decoded before the KV is whole."""
+        if self.taken:
+            return []
         if self.state not in HANDS_OVER or (self.state is State.EXTENDING and not last):
             raise BadFrame(f"ids for a request that is {self.state.name}")
         self._check(start, ids, self.next)
         self._learn(ids)
+        self.given = len(self.ids)
         if last:
             return self._decode()
         self.state = State.EXTENDING
@@ -341,10 +357,38 @@ class MainSide(_Side):
         self.state = State.FOLLOWING
         return [] if in_step else self._catch_up()
 
+    def on_takeover(self, start: int, ids: Sequence[int], in_step: bool) -> list[Action]:
+        """The relay is lost; the gateway has passed on `ids`, from x0 on. Where more is known here
+        (it was on its way to the gateway), that is as good.
+        """
+        if not self.relayed or self.state in (State.FOLLOWING, *FINAL):
+            return []
+        if self.state is State.RECEIVING:
+            raise BadFrame("a takeover before the KV is whole")
+        self._check(start, ids, self.limits.prompt_len)
+        both = min(len(ids), len(self.ids))
+        if list(ids[:both]) != self.ids[:both]:
+            raise BadFrame("a takeover with ids that are not those of the relay")
+        if self.state is State.DECODING:
+            return []
+        self.taken = True
+        news = ids[both:]
+        self._learn(news)
+        if self.state is State.EXTENDING and in_step and not news:
+            return []  # when that step has ended
+        return self._take_over()
+
+    def _take_over(self) -> list[Action]:
+        """The KV of the last id is computed again where it is there: that pass yields the next."""
+        self.state = State.DECODING
+        return [Decode(tuple(self.ids), kept=len(self.ids) - 1)]
+
     def on_computed(self, pending: int) -> list[Action]:
         """A step has ended that drew nothing; `pending` known ids have no KV yet."""
         if self.state is State.FOLLOWING:
             return self._catch_up()
+        if self.state is State.EXTENDING and not pending and self.taken:
+            return self._take_over()
         if self.state is State.EXTENDING and not pending:
             self.state = State.READY
             return [CaughtUp(self.next)]

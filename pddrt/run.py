@@ -43,8 +43,10 @@ from pddrt.kv.pages import PoolCorrupt
 from pddrt.metrics import Recorder
 from pddrt.netem.net import Net, Topology
 from pddrt.pipelines import chosen_from, kv_tokens, policy_of
+from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.prompts import Framing
+from pddrt.roles.attempts import Recovery
 from pddrt.roles.node import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
 from pddrt.simloop import Deadlock, SimLoop
@@ -368,6 +370,12 @@ class Run:
             max_transfers=scenario.router.max_transfers,
             handshake=scenario.router.handshake,
             anomaly=_anomaly(scenario),
+            admission=Admission(
+                scenario.admission.max_requests,
+                scenario.admission.max_tokens,
+                scenario.admission.shed_after,
+            ),
+            recovery=Recovery(scenario.recovery.retries, scenario.recovery.backoff),
         )
         engines = {
             spec.name: self._engine(env, instance, spec)

@@ -30,6 +30,7 @@ from pddrt.faults import FaultPlan
 from pddrt.fields import (
     MAX_INSTANCES,
     MEASURED,
+    AdmissionFields,
     AnomalyFields,
     Dtype,
     Figures,
@@ -39,6 +40,7 @@ from pddrt.fields import (
     Link,
     Name,
     Pipeline,
+    RecoveryFields,
     Router,
     SamplingFields,
     Scale,
@@ -126,6 +128,8 @@ class Scenario(Section):
     anomaly: AnomalyFields | None = None
     workload: Workload
     router: Router = Router()
+    admission: AdmissionFields = AdmissionFields()
+    recovery: RecoveryFields = RecoveryFields()
     gateway: Gateway = Gateway()
     sampling: SamplingFields = SamplingFields()
     slo: Slo = Slo()

@@ -5,6 +5,7 @@ Percentiles are nearest-rank on exact nanoseconds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def request_json(r: RequestRecord, slo_ttft: Ns | None, slo_tpot: Ns | None) -> 
         "wan_bytes": {"kv": r.wan_kv_bytes, "ids": r.seam.wire_bytes},
         "kv_bytes_skipped": r.hit_bytes.get(r.main or "", 0),
         "slo_met": slo_met(r, slo_ttft, slo_tpot),
+        "attempts": 1 + r.attempt,
+        "rerouted": r.rerouted,
         "parity": r.parity,
         "text": r.text,
         "detail": r.detail,
@@ -159,6 +162,11 @@ def summary(
         "main_itl_s": {
             "quiet": spread(recorder.main_steps.quiet),
             "beside_extend": spread(recorder.main_steps.beside),
+        },
+        "recovery": {
+            "further_attempts": sum(r.attempt for r in requests),
+            "requests_tried_again": sum(r.attempt > 0 for r in requests),
+            "rerouted": dict(sorted(Counter(t for r in requests for t in r.rerouted).items())),
         },
         "links": _links(recorder),
         "instances": {

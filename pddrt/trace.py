@@ -29,6 +29,19 @@ def beside(default: Any) -> Any:
 
 PageRanges = tuple[tuple[int, int], ...]
 
+AGAIN = "~"
+"""Between a request's name and the number of a further attempt at it."""
+
+
+def attempt_name(request: str, number: int) -> str:
+    """What instances know this attempt at a request by; the first, 0, has the request's name."""
+    return f"{request}{AGAIN}{number}" if number else request
+
+
+def request_of(attempt: str) -> str:
+    """The request that this is an attempt at."""
+    return attempt.partition(AGAIN)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -155,6 +168,44 @@ class Routed(Event):
     max_tokens: int
     wan_estimate_ns: Ns | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retried(Event):
+    """The gateway goes on with a request elsewhere: attempt `attempt`, 1 the first time, as its
+    own Routed says. `why` is what ended the one before, `after` so many tokens of the answer.
+    """
+
+    request: str
+    attempt: int
+    why: str
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted(Event):
+    """The gateway goes on with the same attempt, without `lost`. `then`: takeover (the main decoder
+    takes over), another main (it is `main`), alone (the relay ends it), on (it was not needed any
+    more).
+    """
+
+    request: str
+    lost: str
+    then: str
+    main: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver(Event):
+    """A main decoder goes on in place of a lost relay: the gateway has told it the ids before
+    `end`, of which it will extend over `extend_tokens`.
+    """
+
+    request: str
+    main: str
+    extend_tokens: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)

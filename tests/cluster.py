@@ -22,13 +22,15 @@ from pddrt.invariants import Monitor, Violation
 from pddrt.metrics import Recorder, RequestRecord
 from pddrt.netem.net import LinkSpec, Topology
 from pddrt.netem.simnet import SimNet
+from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.policy.handoff import OneShot
 from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Pdd, Policy
+from pddrt.roles.attempts import Recovery
 from pddrt.roles.node import InstanceSpec
 from pddrt.simloop import SimLoop
-from pddrt.trace import Event, Trace
+from pddrt.trace import Event, Rerouted, Retried, Trace, request_of
 from pddrt.types import MS, SECOND, US, KVLayout, Ns, Run, Sampling, Span
 from pddrt.workload import Session, Turn
 
@@ -90,6 +92,8 @@ class Cluster:
     max_transfers: int = 8
     handshake: Ns = 10 * SECOND
     anomaly: Anomaly | None = None
+    recovery: Recovery = field(default_factory=Recovery)
+    admission: Admission = field(default_factory=Admission)
     changes: Sequence[Change] = ()
     plan: Sequence[Fault] = ()
 
@@ -140,15 +144,22 @@ class Cluster:
         self,
         sessions: Sequence[Session],
         during: Callable[[Deployment], Awaitable[None]] | None = None,
+        drive: Callable[[Deployment], Awaitable[None]] | None = None,
+        trace: Trace | None = None,
     ) -> Played:
-        """Runs the sessions to their end; `during` runs beside them."""
+        """Runs the sessions to their end; `during` runs beside them. `drive`: what is to be done
+        with the deployment in place of playing the sessions (and the plan).
+        """
         with asyncio.Runner(loop_factory=lambda: SimLoop(self.shuffle)) as runner:
-            return runner.run(self._play(sessions, during))
+            return runner.run(self._play(sessions, during, drive, trace or Trace()))
 
     async def _play(
-        self, sessions: Sequence[Session], during: Callable[[Deployment], Awaitable[None]] | None
+        self,
+        sessions: Sequence[Session],
+        during: Callable[[Deployment], Awaitable[None]] | None,
+        drive: Callable[[Deployment], Awaitable[None]] | None,
+        trace: Trace,
     ) -> Played:
-        trace = Trace()
         env = VirtualEnv(self.seed, trace)
         specs = self.specs()
         recorder = Recorder({s.name: s.role for s in specs})
@@ -173,6 +184,8 @@ class Cluster:
             max_transfers=self.max_transfers,
             handshake=self.handshake,
             anomaly=self.anomaly,
+            recovery=self.recovery,
+            admission=self.admission,
         )
         net = SimNet(env, topology)
         tokenizer, changes = ByteTokenizer(), self.changes
@@ -183,7 +196,9 @@ class Cluster:
 
         async def work() -> None:
             await deployment.start()
-            if during is not None:
+            if drive is not None:
+                await drive(deployment)
+            elif during is not None:
                 beside = env.spawn(_none(during(deployment)), "beside")
                 await play(sessions)
                 await beside
@@ -223,6 +238,18 @@ class Played:
 
     def events(self, kind: type[Event]) -> list[Event]:
         return [e for e in self.trace.events if isinstance(e, kind)]
+
+    def went_on(self, request: str) -> list[tuple[str, str]]:
+        """How `request` went on each time it lost somebody, and why: as `trace.Rerouted` says, or
+        "again" for a further attempt.
+        """
+        found = []
+        for e in self.trace.events:
+            if isinstance(e, Rerouted) and request_of(e.request) == request:
+                found.append((e.then, e.why))
+            elif isinstance(e, Retried) and e.request == request:
+                found.append(("again", e.why))
+        return found
 
     def assert_sound(self) -> None:
         """Every page is back; nothing was lost or doubled, or the monitor would have raised."""

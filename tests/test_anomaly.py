@@ -114,7 +114,7 @@ class LateGuess(Filter):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pddrt.roles.sparing.Filter", LateGuess)
-    monkeypatch.setattr("pddrt.roles.send.PIECE_BYTES", 8 * LAYOUT.bytes_per_token)
+    monkeypatch.setattr("pddrt.roles.feed.PIECE_BYTES", 8 * LAYOUT.bytes_per_token)
 
 
 def slow_fabric(**more: Any) -> Cluster:
@@ -204,7 +204,7 @@ def test_whatever_is_guessed_every_answer_is_the_oracles(
     rng = random.Random(seed)
     if how == "cut":
         monkeypatch.setattr("pddrt.roles.sparing.Filter", LateGuess)
-        monkeypatch.setattr("pddrt.roles.send.PIECE_BYTES", 8 * LAYOUT.bytes_per_token)
+        monkeypatch.setattr("pddrt.roles.feed.PIECE_BYTES", 8 * LAYOUT.bytes_per_token)
     monkeypatch.setattr(Filter, "expected", lambda self, session, most: rng.choice([1, 5, 500]))
     cluster = Cluster(
         prefills=rng.choice([1, 2]),

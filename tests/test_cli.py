@@ -128,6 +128,7 @@ def test_the_help_names_every_command(call: Call) -> None:
         "compare",
         "calibrate",
         "inspect",
+        "report",
         "model",
         "bench",
         "netem",

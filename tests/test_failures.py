@@ -71,7 +71,8 @@ from pddrt.engine.tokens import ByteTokenizer
 from pddrt.frames import pack_ids
 from pddrt.messages import Manifest, chain, prompt_digest
 from pddrt.policy.anomaly import Anomaly
-from pddrt.policy.route import Naive, Pdd
+from pddrt.policy.route import Naive, Pdd, RelayOnly
+from pddrt.roles.attempts import Recovery
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import LEASE_GRACE
 from pddrt.types import MS, SECOND, Sampling
@@ -207,18 +208,27 @@ def test_F9_a_cancel_reaches_every_role_and_stream_and_what_is_behind_goes_on(af
 
 
 @pytest.mark.parametrize("silent", ["rld0", "md0"])
-def test_F13_who_does_not_answer_an_offer_is_given_up_by_name(silent: str) -> None:
-    """Its stream is open, and it says nothing. The deadline of the request is ten minutes."""
+@pytest.mark.parametrize("relayed", [True, False])
+def test_F13_who_does_not_answer_an_offer_is_given_up_by_name(silent: str, relayed: bool) -> None:
+    """Its stream is open, and it says nothing. The deadline of the request is ten minutes. Whoever
+    is left of the two decoders goes on; one who is alone is asked as often as may be.
+    """
 
     async def hush(deployment: Deployment) -> None:
         deployment.instance(silent).on_offer = lambda conn, frame: None  # type: ignore[attr-defined]
 
-    played = Cluster(policy=Pdd(0), handshake=SECOND).play([one(TEXT, 700)], during=hush)
+    policy: Any = Pdd(0) if relayed else RelayOnly(0) if silent == "rld0" else Naive()
+    played = Cluster(policy=policy, handshake=SECOND).play([one(TEXT, 700)], during=hush)
     played.assert_sound()
     (r,) = played.records
-    assert r.finish_reason == "aborted"
-    assert r.detail == f"{silent} has not answered an offer in 1 s"
-    assert SECOND <= (r.finished or 0) - (r.routed or 0) < SECOND + 100 * MS
+    why = f"{silent} has not answered an offer in 1 s"
+    if relayed:
+        assert played.went_on("s0.0") == [("takeover" if silent == "rld0" else "alone", why)]
+        assert r.ids == oracle(IDS, 700)
+        return
+    assert played.went_on("s0.0") == [("again", why)] * Recovery().retries
+    assert (r.finish_reason, r.detail) == ("aborted", why)
+    assert 4 * SECOND <= (r.finished or 0) - (r.routed or 0) < 5 * SECOND
 
 
 def test_F16_a_long_queue_times_nobody_out() -> None:

@@ -63,7 +63,9 @@ def of(played: Played, kind: type[Event], **wanted: object) -> list[Any]:
 def suffers(
     text: str, cluster: Cluster | None = None, sessions: list[Session] | None = None
 ) -> Played:
-    """A cluster under a plan, with all that must hold whatever befell it."""
+    """A cluster under a plan, with all that must hold whatever befell it. How requests go on is in
+    test_recovery.py.
+    """
     cluster, sessions = cluster or Cluster(), sessions or many(4, 200, 80, every=300 * MS)
     cluster.deadline = min(cluster.deadline, 20 * SECOND)
     cluster.plan = plan(text)
@@ -285,16 +287,26 @@ def test_jitter_moves_arrivals_and_orders_them_as_before() -> None:
 # -- streams and frames ----------------------------------------------------------------------------
 
 
-def test_a_reset_ends_what_went_over_it_by_name_and_is_healed() -> None:
+def hit(played: Played) -> dict[str, list[tuple[str, str]]]:
+    """The requests that lost somebody, and how they went on."""
+    found = {r.id: played.went_on(r.id) for r in played.records}
+    return {request: how for request, how in found.items() if how}
+
+
+def test_a_reset_loses_what_went_over_it_by_name_and_is_healed() -> None:
     played = suffers("- {do: reset, between: [p0, md0], at: 340 ms}")
-    assert ends(played) == ["length", "aborted", "length", "length"]
-    assert "p0 lost md0: the connection to md0 was reset" in played.records[1].detail
+    assert ends(played) == ["length"] * 4
+    [(request, [(then, why)])] = hit(played).items()
+    assert (request, then) == ("s1.0", "alone")
+    assert "p0 lost md0: the connection to md0 was reset" in why
     assert sources(played, 2) == "PRM", "KV and ids cross again"
 
 
-def test_a_reset_of_one_requests_kv_ends_no_other() -> None:
+def test_a_reset_of_one_requests_kv_concerns_no_other() -> None:
     text = "- {do: reset, on: {event: KVSent, request: s1.0, dst: md0}}"
-    assert ends(suffers(text, sessions=many(3, 200, 80))) == ["length", "aborted", "length"]
+    played = suffers(text, sessions=many(3, 200, 80))
+    assert ends(played) == ["length"] * 3
+    assert list(hit(played)) == ["s1.0"]
 
 
 def test_who_opens_another_control_stream_has_lost_the_one_before() -> None:
@@ -310,16 +322,20 @@ def test_who_opens_another_control_stream_has_lost_the_one_before() -> None:
     sessions = many(4, 200, 80, every=300 * MS)
     played = Cluster().play(sessions, during=open_another)
     played.assert_sound()
-    assert ends(played) == ["aborted", "length", "length", "length"]
-    assert "rld0 ended the connection" in played.records[0].detail
+    assert ends(played) == ["length"] * 4
+    [(then, why)] = hit(played).pop("s0.0")
+    assert then == "takeover"
+    assert "rld0 ended the connection" in why
     assert sources(played, 3) == "PRM"
 
 
-def test_a_corrupt_frame_is_refused_and_ends_one_request() -> None:
+def test_a_corrupt_frame_is_refused_and_concerns_one_request() -> None:
     text = "- {do: corrupt, kind: kv, dst: md0, on: {event: Routed, request: s1.0}}"
     played = suffers(text)
-    assert ends(played) == ["length", "aborted", "length", "length"]
-    assert "md0" in played.records[1].detail
+    assert ends(played) == ["length"] * 4
+    [(request, [(then, why)])] = hit(played).items()
+    assert (request, then) == ("s1.0", "alone")
+    assert "md0" in why
     assert not of(played, ev.KVReceived, request="s1.0", instance="md0")
     assert of(played, ev.FaultEnded)[0].what == "corrupt: kv from p0 to md0"
 
@@ -327,8 +343,10 @@ def test_a_corrupt_frame_is_refused_and_ends_one_request() -> None:
 def test_a_corrupt_control_frame_ends_the_stream_which_is_opened_again() -> None:
     text = "- {do: corrupt, kind: tokens, src: rld0, on: {event: KVWhole, request: s1.0}}"
     played = suffers(text)
-    assert ends(played) == ["length", "aborted", "length", "length"]
-    assert "rld0" in played.records[1].detail
+    assert ends(played) == ["length"] * 4
+    [(request, [(then, why)])] = hit(played).items()
+    assert (request, then) == ("s1.0", "takeover")
+    assert "rld0" in why
     assert sources(played, 3) == "PRM"
 
 
@@ -342,11 +360,13 @@ def test_a_truncated_frame_is_never_whole_and_its_pages_come_back_with_the_lease
 
 @pytest.mark.parametrize("kind", ["kv", "first"])
 def test_kv_that_comes_twice_is_taken_once(kind: str) -> None:
-    """F18: each position exactly once; whoever sends twice is refused, by name."""
+    """F18: each position exactly once; whoever sends twice is refused, by name, and asked again."""
     text = f"- {{do: duplicate, kind: {kind}, src: p0, on: {{event: Routed, request: s1.0}}}}"
     played = suffers(text, naive())
-    assert ends(played) == ["length", "aborted", "length", "length"]
-    assert "md0" in played.records[1].detail
+    assert ends(played) == ["length"] * 4
+    [(request, [(then, why)])] = hit(played).items()
+    assert (request, then) == ("s1.0", "again")
+    assert "md0" in why
 
 
 @pytest.mark.parametrize("kind", ["tokens", "answer"])
@@ -409,12 +429,14 @@ def test_a_prefix_cache_outlives_a_crash_only_where_memory_is_kept(memory: str, 
 def test_while_nobody_can_serve_requests_fail_fast_by_name() -> None:
     """F20; it never comes back, and the run ends all the same."""
     played = suffers("- {do: crash, instance: md0, at: 100 ms}")
-    assert ends(played) == ["aborted", *["rejected"] * 3]
+    assert ends(played) == ["length", *["rejected"] * 3], "RLD ends what it has begun"
     assert played.records[1].detail == "no main instance can be reached"
     played = suffers(
         "- {do: crash, instance: md0, at: 100 ms}\n- {do: crash, instance: p0, at: 100 ms}\n"
         "- {do: crash, instance: rld0, at: 100 ms}"
     )
+    assert ends(played) == ["aborted", *["rejected"] * 3]
+    assert "lost" in played.records[0].detail
     assert played.records[3].detail == "no instance is in reach"
 
 
@@ -444,14 +466,14 @@ def test_steps_of_a_slow_instance_take_longer_by_its_factor() -> None:
 
 @pytest.mark.parametrize("do", ["step-fails", "out-of-memory"])
 @pytest.mark.parametrize("instance", ["p0", "rld0", "md0"])
-def test_a_step_that_fails_ends_what_was_in_it_and_nothing_else(do: str, instance: str) -> None:
+def test_a_step_that_fails_concerns_what_was_in_it_and_nothing_else(do: str, instance: str) -> None:
     on = f"{{event: StepBegan, instance: {instance}, nth: 3}}"
     played = suffers(f"- {{do: {do}, instance: {instance}, on: {on}}}", Cluster(max_batch=1))
     [failed] = of(played, ev.StepFailed)
-    aborted = [r for r in played.records if r.finish_reason == "aborted"]
-    assert [r.detail for r in aborted] in ([], [f"{instance}: {failed.detail}"])
-    assert len(aborted) == 1 or instance == "p0", "nobody waits for a lesson"
-    assert ends(played)[-1] == "length"
+    reasons = [why for how in hit(played).values() for _, why in how]
+    assert reasons in ([], [f"{instance}: {failed.detail}"])
+    assert len(reasons) == 1 or instance == "p0", "nobody waits for a lesson"
+    assert ends(played) == ["length"] * 4
 
 
 def test_a_request_waits_while_a_stranger_has_the_pages() -> None:

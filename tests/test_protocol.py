@@ -539,7 +539,7 @@ GOOD: dict[str, Any] = {
     "source": "R",
     "reason": "stop",
     **dict.fromkeys(("request", "purpose", "role", "text", "system", "detail"), "x"),
-    **dict.fromkeys(("gateway", "main", "digest", "session", "to"), "x"),
+    **dict.fromkeys(("gateway", "main", "digest", "session", "to", "by", "whom"), "x"),
     **dict.fromkeys(("age_ns", "busy_ns", "bytes", "tokens", "pages", "waiting", "holding"), 1),
     **dict.fromkeys(
         ("page_tokens", "kv_tokens", "max_context", "bytes_per_token", "max_tokens", "max_batch"), 1

@@ -189,8 +189,8 @@ def play(
 def check_answers(
     records: Sequence[RequestRecord], asked: Sequence[Session], eos_ids: frozenset[int]
 ) -> None:
-    """P, then R, then M, or all P's; each answer that of the oracle, or its beginning where it was
-    aborted.
+    """P, then R, then M, or all P's, once in each attempt; each answer that of the oracle, or its
+    beginning where it was aborted.
     """
     tokenizer = ByteTokenizer()
     conversations: dict[int, list[int]] = {}
@@ -205,7 +205,7 @@ def check_answers(
         wanted = oracle(ids, turn.max_tokens)
         ends = [at for at, token in enumerate(wanted, 1) if token in eos_ids]
         wanted = wanted[: ends[0]] if ends else wanted
-        assert re.fullmatch("P+|P?R*M*", r.sources)
+        assert re.fullmatch(f"(P+|P?R*M*){{{1 + r.attempt}}}", r.sources)
         if r.finish_reason in ("length", "stop"):
             assert (r.ids, r.finish_reason) == (wanted, "stop" if ends else "length"), r.id
         else:

@@ -34,6 +34,10 @@ class FaultyEngine:
         else:
             self._failing += steps
 
+    def recover(self) -> None:
+        """Steps that were yet to fail do not."""
+        self._failing = self._out_of_memory = 0
+
     # -- Engine ------------------------------------------------------------------------------------
 
     async def start(self) -> None:

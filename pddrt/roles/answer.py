@@ -53,6 +53,8 @@ class Answer:
         self.limits = limits
         self.ids = list(prompt)
         """The prompt's, and those passed on."""
+        self.begun = limits.prompt_len
+        """Where this attempt's own ids begin: what is before is its prompt."""
         self.last_maker = ""
         self.both_decode = False
         self.sole = ""
@@ -71,13 +73,31 @@ class Answer:
 
     @property
     def made(self) -> list[int]:
-        """The answer's ids so far."""
-        return self.ids[self.limits.prompt_len :]
+        """The ids so far of this attempt at the answer."""
+        return self.ids[self.begun :]
 
     @property
     def longest(self) -> int:
         """Where the longest answer ends."""
         return self.limits.prompt_len + self.limits.max_tokens
+
+    def begin_again(self) -> None:
+        """Somebody else goes on: what has been passed on is its prompt."""
+        self.begun, self._chain = len(self.ids), 0
+        self.both_decode, self.sole = False, ""
+        self._early.clear()
+
+    def forget(self, source: str) -> None:
+        """Of `source` nothing more is passed on; what came too early of it is forgotten. Only one
+        decodes.
+        """
+        for position, early in list(self._early.items()):
+            left = [one for one in early if one.source != source]
+            if left:
+                self._early[position] = left
+            else:
+                del self._early[position]
+        self.both_decode, self.sole = False, ""
 
     def take(self, start: int, drawn: Sequence[Drawn], source: str, after: int) -> Iterator[Passed]:
         """Ids from `start` on, made by `source` behind ids with the digest `after`. Yields what can

@@ -17,8 +17,8 @@ from pddrt.env import Env
 from pddrt.errors import ConnectionLost, PeerError, RunFailed
 from pddrt.frames import Frame, pack_ids, unpack_ids
 from pddrt.netem.net import Connection, Net
+from pddrt.roles.feed import PIECE_BYTES
 from pddrt.roles.node import Node
-from pddrt.roles.send import PIECE_BYTES
 from pddrt.trials import Way
 from pddrt.types import SECOND, Ns, Run, Sampling, Span
 

@@ -22,7 +22,7 @@ from pddrt.messages import unpack_logprobs
 from pddrt.netem.net import Connection, Net
 from pddrt.roles.node import Node
 from pddrt.trace import Accepted, Finished, RequestSent, TokensReceived
-from pddrt.types import Ns, Sampling
+from pddrt.types import SECOND, Ns, Sampling
 from pddrt.workload import Session, Turn
 
 
@@ -37,10 +37,14 @@ class Call:
 
 
 class Client(Node):
-    def __init__(self, env: Env, net: Net, name: str, gateway: str, sampling: Sampling) -> None:
+    def __init__(
+        self, env: Env, net: Net, name: str, gateway: str, sampling: Sampling, patience: Ns
+    ) -> None:
+        """`patience`: how long an end may take to come; longer than the gateway's deadline."""
         super().__init__(env, net, name)
         self.gateway = gateway
         self.sampling = sampling
+        self.patience = patience
         self._calls: dict[str, Call] = {}
         self._pauses: list[asyncio.Future[None]] = []
         self._stopped = False
@@ -96,6 +100,7 @@ class Client(Node):
             "sampling": sampling,
         }
         ids = history if what.ids is None else what.ids
+        patience = self.env.call_at(self.env.now() + self.patience, self._give_up, request)
         try:
             if self.gateway not in self.peers:
                 raise ConnectionLost("there is no control stream")
@@ -103,8 +108,14 @@ class Client(Node):
         except ConnectionLost as error:
             self.fail(request, f"lost the gateway: {error}")
         await call.ended.wait()
+        patience.cancel()
         del self._calls[request]
         return call
+
+    def _give_up(self, request: str) -> None:
+        """The gateway has said nothing, not even that the deadline is over."""
+        self.cancel(request)
+        self.fail(request, f"no end came from the gateway within {self.patience / SECOND:g} s")
 
     async def _pause(self, until: Ns) -> None:
         """Returns at `until`, or as soon as the client is stopped."""

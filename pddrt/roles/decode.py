@@ -11,13 +11,14 @@ from its ids, here: P may have forgotten its KV by then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env
 from pddrt.errors import BadFrame
 from pddrt.frames import Frame, pack_ids, unpack_ids
-from pddrt.messages import Limits, Manifest
+from pddrt.messages import Limits, Manifest, chain
 from pddrt.netem.net import Connection, Net
 from pddrt.policy.handoff import Decision, Facts, Policy, equilibrium, name_of, patience
 from pddrt.protocol import (
@@ -42,9 +43,10 @@ from pddrt.trace import (
     HandoffSent,
     HandoffTaken,
     MainReady,
+    TakenOver,
     TokensMade,
 )
-from pddrt.types import Ns
+from pddrt.types import Drawn, Ns
 
 
 class Decoder(Receiver):
@@ -83,6 +85,11 @@ class Decoder(Receiver):
 
     def on_ready(self, conn: Connection, frame: Frame) -> None:
         """RLD, from MD: it holds the whole KV."""
+        entry = self._entries.get(frame["request"])
+        relayed = entry is not None and isinstance(entry.side, RelaySide)
+        if entry is not None and relayed and conn.peer != entry.manifest.main:
+            entry.early[conn.peer] = frame
+            return
         if (found := self._relayed(conn, frame)) is None:
             return
         entry, side = found
@@ -109,12 +116,33 @@ class Decoder(Receiver):
     def _relayed(self, conn: Connection, frame: Frame) -> tuple[Decoding, RelaySide] | None:
         """The request that its main decoder speaks of; None when it is gone."""
         entry = self._entries.get(frame["request"])
-        if entry is None or not isinstance(entry.side, RelaySide):
+        if entry is None or not isinstance(entry.side, RelaySide) or entry.parted:
             return None
         if conn.peer != entry.manifest.main:
-            raise BadFrame(f"{conn.peer} is not its main decoder")
+            return None  # it is so no more
         entry.main_step, entry.main_token = frame["step_ns"], frame["token_ns"]
         return entry, entry.side
+
+    def on_rejoin(self, conn: Connection, frame: Frame) -> None:
+        """RLD, from the gateway: another main decoder, or none any more. It is told where there is
+        nothing here that could go on.
+        """
+        request, main = frame["request"], frame["main"]
+        entry = self._entries.get(request)
+        if entry is None or not isinstance(entry.side, RelaySide):
+            about = {"request": request, "by": self.name}
+            self.post(conn.peer, "failed", b"", **about, detail=f"{self.name} has let it go")
+            return
+        if conn.peer != entry.manifest.gateway:
+            raise BadFrame(f"{conn.peer} is not its gateway")
+        self.part(entry, entry.side)
+        entry.manifest = replace(entry.manifest, main=main)
+        if main is not None:
+            entry.parted = False
+            entry.side.ask = partial(self._ask, request)
+            ready, conn_to_main = entry.early.pop(main, None), self.peers.get(main)
+            if ready is not None and conn_to_main is not None:
+                self.on_ready(conn_to_main, ready)
 
     def on_switched(self, conn: Connection, frame: Frame) -> None:
         """RLD, from the gateway: it has had an id of MD's first."""
@@ -123,6 +151,9 @@ class Decoder(Receiver):
             return
         if conn.peer != entry.manifest.gateway:
             raise BadFrame(f"{conn.peer} is not its gateway")
+        if entry.parted:  # MD goes on beside it all the same
+            self._end(entry)
+            return
         entry.side.on_switched()
         self.execute(entry, [])
 
@@ -141,6 +172,24 @@ class Decoder(Receiver):
         entry, side = found
         ids = unpack_ids(frame.payload)
         self.execute(entry, side.on_follow(frame["start"], ids, entry.in_step))
+
+    def on_takeover(self, conn: Connection, frame: Frame) -> None:
+        """MD, from the gateway: RLD is lost; this is what it passed on. What RLD said here and not
+        there is passed on now.
+        """
+        if (found := self._main(conn, frame, "gateway")) is None:
+            return
+        entry, side = found
+        start, ids = frame["start"], unpack_ids(frame.payload)
+        actions = side.on_takeover(start, ids, entry.in_step)
+        missing = range(len(ids), 0 if side.told else side.given)
+        if missing and entry.manifest.sampling.logprobs is not None:
+            self.fail(entry.request, f"{self.name}: what the relay told of its ids is lost with it")
+            return
+        for at in missing:
+            drawn, after = Drawn(side.ids[at]), chain(side.ids[:at])
+            self._deliver(entry, start + at, drawn, "R" if at else "P", after)
+        self.execute(entry, actions)
 
     def _main(self, conn: Connection, frame: Frame, role: str) -> tuple[Decoding, MainSide] | None:
         """The request whose relay or gateway sends ids; None when it is gone."""
@@ -222,7 +271,10 @@ class Decoder(Receiver):
         if isinstance(entry.side, MainSide) and entry.side.relayed:
             about = (request, self.name, seq.pending - pending, len(seq.ids))
             back = max(0, known - kept)
-            self.env.trace.emit(HandoffTaken(self.env.now(), *about, draws, back))
+            if entry.side.taken:
+                self.env.trace.emit(TakenOver(self.env.now(), *about))
+            else:
+                self.env.trace.emit(HandoffTaken(self.env.now(), *about, draws, back))
         self.wake()
 
     def _answer_relay(self, entry: Decoding, action: Ready | CaughtUp) -> None:

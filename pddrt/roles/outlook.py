@@ -226,11 +226,20 @@ class Outlook:
         """It will not go on."""
         self._crossing.pop(request, None)
 
-    def closed(self, request: str, route: Route) -> None:
-        for name in route.members:
-            if instance := self.instances.get(name):
-                instance.requests -= 1
-                instance.unseen.pop(request, None)
+    def left(self, request: str, name: str) -> None:
+        """This request has no part there any more."""
+        if instance := self.instances.get(name):
+            instance.requests -= 1
+            instance.unseen.pop(request, None)
+
+    def joined(self, request: str, name: str, tokens: int) -> None:
+        """This request, under way, will have a part there, too."""
+        self.instances[name].requests += 1
+        self.instances[name].unseen[request] = tokens
+
+    def closed(self, request: str, members: Sequence[str]) -> None:
+        for name in members:
+            self.left(request, name)
         crossing = self._crossing.get(request)
         if crossing is not None and crossing.late is None:
             self.cut(request)

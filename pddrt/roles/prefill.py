@@ -7,10 +7,11 @@ answer ends with it, or it may go out early, P tells the gateway itself.
 
 from __future__ import annotations
 
-from pddrt.frames import Frame, pack_ids, unpack_ids
-from pddrt.messages import Limits, finish, pack_logprobs
+from pddrt.frames import Frame, unpack_ids
+from pddrt.messages import Limits, finish
 from pddrt.netem.net import Connection
-from pddrt.roles.send import Prefilling, Sender
+from pddrt.roles.feed import Prefilling
+from pddrt.roles.send import Sender
 from pddrt.sched import Batch, Outcome, SequenceState
 from pddrt.trace import PrefillEnded, PrefillStarted, TokensMade
 from pddrt.types import Drawn, Sampling
@@ -22,7 +23,8 @@ class Prefill(Sender):
         request, ids = frame["request"], unpack_ids(frame.payload)
         sampling = Sampling.of(frame["sampling"])
         if refusal := self._refusal(request, ids):
-            self.post(conn.peer, "failed", request=request, detail=f"{self.name}: {refusal}")
+            about = {"request": request, "detail": f"{self.name}: {refusal}", "by": self.name}
+            self.post(conn.peer, "failed", b"", **about)
             return
         entry = Prefilling(
             request=request,
@@ -58,9 +60,8 @@ class Prefill(Sender):
         entry.seq = SequenceState(request, prompt, hit, len(prompt), entry.sampling, limits=limits)
         entry.hit = hit
         self.sched.add(entry.seq)
-        first_decoder = entry.relay or entry.main
-        assert first_decoder is not None
-        self._begin_transfer(entry, first_decoder)
+        if not entry.held or entry.first_decoder == entry.relay:
+            self._begin_transfer(entry, entry.first_decoder)
         self.wake()
 
     def may_preempt(self, request: str) -> bool:
@@ -93,14 +94,7 @@ class Prefill(Sender):
         )
         self.keep(entry.request, entry.ids)
         self.keep(entry.request, entry.ids)
-        if self.early_first_token or finish(entry.limits, start, token):
-            self.post(
-                entry.gateway,
-                "tokens",
-                pack_ids([token]),
-                request=entry.request,
-                start=start,
-                source=self.letter,
-                after=0,
-                logprobs=pack_logprobs([first.logprobs]),
-            )
+        ends = finish(entry.limits, start, token)
+        if self.early_first_token or entry.unrelayed or ends:
+            self.tell_first(entry, first)
+        self._end_if_done(entry)

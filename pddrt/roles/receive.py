@@ -5,13 +5,16 @@ end even if it were alone is refused at the door. KV comes by token ranges, as m
 here. Whoever first holds all of it and the first id (RLD, or MD in P-MD) delivers that id to the
 gateway, marked P: until then the gateway has nothing to show.
 
+Who loses its peer decoder does not end the request: a relay decodes on by itself, a main decoder
+waits for the gateway to say how the answer goes on (`takeover`); both say that they have lost it.
+
 A request ends here by the gateway's close, by what befell it, or when it has been handed over; its
 pages are then kept for the cache or given back. `decode` has what happens in between.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env, Timer
@@ -57,6 +60,10 @@ class Decoding:
     """What the handoff policy saw last."""
     overdue: Timer | None = None
     """Ends the wait for an answer to a piece."""
+    parted: bool = False
+    """A relay: its main decoder is out of reach, and what that says is not asked for."""
+    early: dict[str, Frame] = field(default_factory=dict)
+    """A relay: who is ready though the gateway has not said that it is the main decoder."""
 
     @property
     def request(self) -> str:
@@ -241,12 +248,13 @@ class Receiver(Solo):
         else:
             super().on_learn(conn, frame)
 
-    def fail(self, request: str, detail: str) -> None:
+    def fail(self, request: str, detail: str, by: str = "") -> None:
         """P is told too, while it sends: the gateway may have forgotten a request that was
-        answered.
+        answered. `by`: whose fault it is, where it is not our own.
         """
         if entry := self._entries.get(request):
-            self.post(entry.manifest.gateway, "failed", request=request, detail=detail)
+            about = {"request": request, "detail": detail, "by": by or self.name}
+            self.post(entry.manifest.gateway, "failed", b"", **about)
             if entry.side.state is State.RECEIVING:
                 epoch = entry.manifest.epoch
                 self.post(entry.prefill, "refuse", request=request, epoch=epoch, reason=detail)
@@ -269,17 +277,30 @@ class Receiver(Solo):
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         super().peer_lost(conn, error)
+        why = f"{self.name} lost {conn.peer}: {error}"
         for entry in list(self._entries.values()):
-            needed = {entry.manifest.gateway}
-            if entry.side.state is State.RECEIVING:
-                needed.add(entry.prefill)
-            if isinstance(entry.side, MainSide) and entry.side.state in (
-                State.RECEIVING,
-                *HANDS_OVER,
-            ):
-                needed.add(entry.manifest.relay or entry.manifest.gateway)
-            if conn.peer in needed:
-                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
+            manifest, side, state = entry.manifest, entry.side, entry.side.state
+            if conn.peer == manifest.gateway:
+                self.fail(entry.request, why)
+            elif conn.peer == entry.prefill and state is State.RECEIVING:
+                self.fail(entry.request, why, by=conn.peer)
+            elif isinstance(side, RelaySide):
+                if conn.peer == manifest.main:
+                    self.part(entry, side)
+                    self._tell_lost(entry, conn.peer, why)
+            elif conn.peer == manifest.relay and state in (State.RECEIVING, *HANDS_OVER):
+                self._tell_lost(entry, conn.peer, why)
+
+    def part(self, entry: Decoding, side: RelaySide) -> None:
+        """Relay: nobody is there to hand over to."""
+        entry.parted, entry.asked = True, None
+        side.on_main_lost()
+        self.execute(entry, [])
+
+    def _tell_lost(self, entry: Decoding, peer: str, why: str) -> None:
+        if not entry.answered:
+            about = {"request": entry.request, "whom": peer, "detail": why}
+            self.post(entry.manifest.gateway, "lost", b"", **about)
 
     def stream_lost(self, conn: Connection, error: PeerError) -> None:
         """P knows of it too, or has ended it itself: its word on it comes on the control stream."""
@@ -291,7 +312,7 @@ class Receiver(Solo):
     def _no_word(self, entry: Decoding, why: str) -> None:
         here = self._entries.get(entry.request) is entry
         if here and entry.side.state is State.RECEIVING:
-            self.fail(entry.request, why)
+            self.fail(entry.request, why, by=entry.prefill)
 
     def _end(self, entry: Decoding) -> None:
         del self._entries[entry.request]

@@ -15,6 +15,10 @@ of RLD, and MD cannot be ready before RLD has heard of the request. Where the ga
 transfer to MD **held** or cut, MD is offered nothing until it says `resume`; P keeps the pages
 until the answer has ended.
 
+A decoder that is lost (its stream, its word, its answer) ends its own transfer and nothing more: P
+tells the gateway, keeps the pages, and hears what becomes of it: another main decoder (`rejoin`),
+none, the main decoder in place of the relay (`unrelay`), or `close`.
+
 Nothing is sent before the step that wrote it has returned. A decoder may say at any time that it
 wants no more (`close` by way of the gateway): the transfer's stream is aborted, which leaves at
 most what is in flight. A stream therefore carries one request at a time: it is idle, and may be
@@ -26,49 +30,22 @@ To the first decoder of the route the first token's id travels behind the KV, on
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
 from pddrt.engine.base import Engine
-from pddrt.env import Env, Timer
+from pddrt.env import Env
 from pddrt.errors import BadFrame, ConnectionLost, PeerError
 from pddrt.frames import Frame, pack_ids
-from pddrt.messages import Limits, Manifest, pack_logprobs, prompt_digest
+from pddrt.messages import Manifest, pack_logprobs, prompt_digest
 from pddrt.netem.net import Connection, Net
+from pddrt.roles.feed import Feeder, Prefilling
 from pddrt.roles.node import InstanceSpec
-from pddrt.roles.solo import Solo
-from pddrt.roles.transfer import Lane, Transfer
-from pddrt.sched import SequenceState
-from pddrt.trace import KVSent, TransferCancelled
-from pddrt.types import EIGHT_BIT, SECOND, Drawn, KVLayout, Ns, Sampling
-
-PIECE_BYTES = 256 * 1024
-"""Bound on one KV frame: 40 ms of a 50 Mbit/s link, so that a cancel or a rate change is soon felt,
-yet large enough that the cost of a frame (some 0.1 ms) does not count on a fast one."""
+from pddrt.roles.transfer import Transfer
+from pddrt.trace import TransferCancelled, request_of
+from pddrt.types import SECOND, Drawn, Ns
 
 
-@dataclass(slots=True)
-class Prefilling:
-    """A request on P."""
-
-    request: str
-    gateway: str
-    ids: list[int]
-    limits: Limits
-    sampling: Sampling
-    relay: str | None
-    main: str | None
-    held: bool
-    """The main decoder is to be offered nothing."""
-    lease: Timer
-    seq: SequenceState | None = None
-    hit: int = 0
-    first: Drawn | None = None
-    transfers: list[Transfer] = field(default_factory=list)
-
-
-class Sender(Solo):
+class Sender(Feeder):
     """A prefill instance, but for what it computes."""
 
     def __init__(
@@ -87,19 +64,22 @@ class Sender(Solo):
         handshake: Ns,
     ) -> None:
         """`early_first_token`: that goes to the gateway at once, and not by way of the decoder.
-        `compressed`: decoders to which KV goes in 8 bits. `paths`: by decoder, the path that
-        leads to it; `max_transfers` go over one at a time. `handshake`: how long a decoder may take
-        to answer an offer at all.
+        `handshake`: how long a decoder may take to answer an offer at all. The rest: see `feed`.
         """
-        super().__init__(env, net, engine, spec, eos_ids=eos_ids)
-        self.stream_while_computing = stream_while_computing
+        super().__init__(
+            env,
+            net,
+            engine,
+            spec,
+            eos_ids=eos_ids,
+            stream_while_computing=stream_while_computing,
+            compressed=compressed,
+            paths=paths,
+            max_transfers=max_transfers,
+        )
         self.early_first_token = early_first_token
-        self.compressed = compressed
         self._entries: dict[str, Prefilling] = {}
-        self._idle_streams: dict[str, list[Connection]] = {}
         self._epochs = spec.life << 32  # none that an earlier life has used
-        self._paths = paths
-        self._lanes = {path: Lane(max_transfers) for path in paths.values()}
         self._handshake = handshake
 
     # -- ends --------------------------------------------------------------------------------------
@@ -107,7 +87,8 @@ class Sender(Solo):
     def fail(self, request: str, detail: str) -> None:
         entry = self._entries.get(request)
         if entry is not None:
-            self.post(entry.gateway, "failed", request=request, detail=detail)
+            about = {"request": request, "detail": detail, "by": self.name}
+            self.post(entry.gateway, "failed", b"", **about)
             self._end(entry)
         else:
             super().fail(request, detail)
@@ -126,15 +107,94 @@ class Sender(Solo):
         if not frame["answered"] or to_main is None or not self.spec.main_caching:
             self._end(entry)
             return
+        entry.answered = True
         for transfer in entry.transfers:
             if transfer is not to_main and not transfer.over:
                 self._cancel(entry, transfer)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         super().peer_lost(conn, error)
+        why = f"{self.name} lost {conn.peer}: {error}"
         for entry in list(self._entries.values()):
-            if conn.peer in (entry.gateway, entry.relay, entry.main):
-                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
+            if conn.peer == entry.gateway:
+                self.fail(entry.request, why)
+            elif conn.peer in (entry.relay, entry.main):
+                self._decoder_lost(entry, conn.peer, why)
+
+    # -- decoders that are lost --------------------------------------------------------------------
+
+    def _decoder_lost(self, entry: Prefilling, dst: str, why: str) -> None:
+        """This request cannot go to `dst`. Who has everything does not need us any more."""
+        if any(t.dst == dst and t.whole for t in entry.transfers):
+            return
+        for transfer in entry.transfers:
+            if transfer.dst == dst and not transfer.over:
+                self._cancel(entry, transfer)
+        if entry.answered:
+            self._end(entry)
+        elif dst == entry.main or (dst == entry.relay and not entry.unrelayed):
+            entry.held = True
+            about = {"request": entry.request, "whom": dst, "detail": why}
+            self.post(entry.gateway, "lost", b"", **about)
+
+    def on_unrelay(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: the relay is lost, and the main decoder will go on from what the
+        gateway has. That is the first id at least, which nobody else may be able to tell it.
+        """
+        entry = self._sought(conn, frame)
+        if entry is None or entry.unrelayed or entry.main is None:
+            return
+        entry.unrelayed, entry.held = True, False
+        for transfer in entry.transfers:
+            if transfer.dst == entry.relay and not transfer.over:
+                self._cancel(entry, transfer)
+        if entry.first is not None:
+            self.tell_first(entry, entry.first)
+        if entry.seq is not None and entry.going_to(entry.main) is None:
+            self._begin_transfer(entry, entry.main)
+        self._end_if_done(entry)
+
+    def on_rejoin(self, conn: Connection, frame: Frame) -> None:
+        """From the gateway: another main decoder, or none any more."""
+        entry = self._sought(conn, frame)
+        if entry is None:
+            return
+        for transfer in entry.transfers:
+            if transfer.dst == entry.main and not transfer.over:
+                self._cancel(entry, transfer)
+        entry.main, entry.held = frame["main"], False
+        if entry.main is not None and any(t.admitted for t in entry.transfers):
+            self._begin_transfer(entry, entry.main)
+        self._end_if_done(entry)
+
+    def _sought(self, conn: Connection, frame: Frame) -> Prefilling | None:
+        """The request that the gateway counts on; it is told where there is none."""
+        entry = self._entries.get(frame["request"])
+        if entry is None:
+            about = {"request": frame["request"], "by": self.name}
+            self.post(conn.peer, "failed", b"", **about, detail=f"{self.name} has let it go")
+        elif conn.peer != entry.gateway:
+            raise BadFrame(f"{conn.peer} is not its gateway")
+        return entry
+
+    def tell_first(self, entry: Prefilling, first: Drawn) -> None:
+        """The first id goes to the gateway directly."""
+        self.post(
+            entry.gateway,
+            "tokens",
+            pack_ids([first.token]),
+            request=entry.request,
+            start=entry.limits.prompt_len,
+            source=self.letter,
+            after=0,
+            logprobs=pack_logprobs([first.logprobs]),
+        )
+
+    def _end_if_done(self, entry: Prefilling) -> None:
+        """Everybody has everything, and nobody will ask for more."""
+        over = entry.transfers and all(t.over for t in entry.transfers) and not entry.held
+        if over and (entry.first is not None or not entry.unrelayed):
+            self._end(entry)
 
     def _end(self, entry: Prefilling) -> None:
         del self._entries[entry.request]
@@ -148,19 +208,11 @@ class Sender(Solo):
 
     def _begin_transfer(self, entry: Prefilling, dst: str) -> None:
         self._epochs += 1
-        transfer = Transfer(dst, self._epochs, carries_first=not entry.transfers)
+        first = dst == (entry.relay or entry.main)
+        transfer = Transfer(dst, self._epochs, carries_first=first)
         entry.transfers.append(transfer)
         sending = self._transfer(entry, transfer)
         self.env.spawn(sending, f"{self.name} sends {entry.request} to {dst}")
-
-    def _wire(self, dst: str) -> KVLayout:
-        """The form in which KV goes to `dst`."""
-        layout = self.engine.layout
-        return replace(layout, dtype=EIGHT_BIT) if dst in self.compressed else layout
-
-    @property
-    def wire_bytes_per_token(self) -> int:
-        return min(self._wire(dst).bytes_per_token for dst in (*self.compressed, ""))
 
     def _offer(self, entry: Prefilling, transfer: Transfer) -> Frame:
         """The manifest: everything the decoder must know, and agree to, before KV comes."""
@@ -196,7 +248,9 @@ class Sender(Solo):
             transfer.admitted, transfer.sent = True, frame["have"]
             transfer.answered()
             transfer.wake.set()
-            if transfer.dst == entry.relay and entry.main is not None and not entry.held:
+            to_main = entry.main is not None and entry.going_to(entry.main) is None
+            if transfer.dst == entry.relay and to_main and not entry.held:
+                assert entry.main is not None
                 self._begin_transfer(entry, entry.main)
 
     def on_noted(self, conn: Connection, frame: Frame) -> None:
@@ -205,8 +259,8 @@ class Sender(Solo):
             found[1].answered()
 
     def on_refuse(self, conn: Connection, frame: Frame) -> None:
-        if found := self._find(conn, frame):
-            self.fail(found[0].request, f"{conn.peer} refuses: {frame['reason']}")
+        if (found := self._find(conn, frame)) and not found[1].over:
+            self._decoder_lost(found[0], conn.peer, f"{conn.peer} refuses: {frame['reason']}")
 
     def on_whole(self, conn: Connection, frame: Frame) -> None:
         """A decoder holds the whole KV; P may forget it when all of them do."""
@@ -214,14 +268,14 @@ class Sender(Solo):
             entry, transfer = found
             if transfer.sent < entry.limits.prompt_len:
                 raise BadFrame(f"{conn.peer} says whole before it can be")
+            transfer.whole = True
             if transfer.over:  # the cut came too late: it has everything
                 entry.held = False
             else:
                 self._leave(entry, transfer)
                 self._report(entry, transfer, whole=True)
                 transfer.end()
-            if all(t.over for t in entry.transfers) and not entry.held:
-                self._end(entry)
+            self._end_if_done(entry)
 
     def on_cut(self, conn: Connection, frame: Frame) -> None:
         """From the gateway: the main decoder will hardly be needed; it may keep what it has got."""
@@ -249,7 +303,8 @@ class Sender(Solo):
             await self._feed(entry, transfer)
         except ConnectionLost as error:
             if not transfer.over:
-                self.fail(entry.request, f"{self.name} lost {transfer.dst}: {error}")
+                why = f"{self.name} lost {transfer.dst}: {error}"
+                self._decoder_lost(entry, transfer.dst, why)
         if transfer.conn in self._connections:  # it has not ended meanwhile
             self._idle_streams.setdefault(transfer.dst, []).append(transfer.conn)
 
@@ -284,54 +339,7 @@ class Sender(Solo):
             return
         due = self.env.now() + self._handshake
         silent = f"{transfer.dst} has not answered an offer in {self._handshake / SECOND:g} s"
-        transfer.unanswered = self.env.call_at(due, self.fail, entry.request, silent)
-
-    async def _drain(self, transfer: Transfer, conn: Connection) -> None:
-        with contextlib.suppress(ConnectionLost):  # its reader sees to that
-            await transfer.drain(conn)
-
-    # -- places on a path --------------------------------------------------------------------------
-
-    def _enter(self, entry: Prefilling, transfer: Transfer) -> bool:
-        """Whether this transfer may send now."""
-        if transfer.since is None:
-            if not self._lanes[self._paths[transfer.dst]].enter(transfer):
-                return False
-            transfer.begin(self.env.now())
-            rest = entry.limits.prompt_len - transfer.sent
-            self._tell_busy(entry, transfer, busy=True, tokens=rest)
-        transfer.drained = False
-        return True
-
-    def _leave(self, entry: Prefilling, transfer: Transfer) -> None:
-        """It has nothing to send now, or never again."""
-        self._lanes[self._paths[transfer.dst]].leave(transfer)
-        if transfer.since is not None:
-            moved = transfer.rest(self.env.now())
-            self._tell_busy(entry, transfer, busy=False, tokens=moved)
-
-    def _tell_busy(self, entry: Prefilling, transfer: Transfer, *, busy: bool, tokens: int) -> None:
-        if transfer.dst == entry.main:
-            size = tokens * self._wire(transfer.dst).bytes_per_token
-            about = {"request": entry.request, "to": transfer.dst}
-            self.post(entry.gateway, "streaming", b"", **about, busy=busy, bytes=size)
-
-    def _report(self, entry: Prefilling, transfer: Transfer, *, whole: bool) -> None:
-        """How a transfer to a main decoder went, now that it has ended."""
-        if transfer.dst == entry.main:
-            size = transfer.moved * self._wire(transfer.dst).bytes_per_token
-            about = {"request": entry.request, "to": transfer.dst, "whole": whole}
-            self.post(entry.gateway, "crossed", b"", **about, bytes=size, busy_ns=transfer.busy)
-
-    # -- streams -----------------------------------------------------------------------------------
-
-    async def _kv_stream(self, dst: str) -> Connection:
-        """An idle stream to `dst`, or a new one. It is read only to learn of its end."""
-        if idle := self._idle_streams.get(dst):
-            return idle.pop()
-        conn = await self.open(dst, "kv")
-        self.env.spawn(self._read(conn), f"{self.name} watches a stream to {dst}")
-        return conn
+        transfer.unanswered = self.env.call_at(due, self._decoder_lost, entry, transfer.dst, silent)
 
     def stream_lost(self, conn: Connection, error: PeerError) -> None:
         """Nobody shall be given a stream that has ended, and whoever has it must know."""
@@ -340,47 +348,8 @@ class Sender(Solo):
                 idle.remove(conn)
         for entry in list(self._entries.values()):
             if any(t.conn is conn and not t.over for t in entry.transfers):
-                self.fail(entry.request, f"{self.name} lost {conn.peer}: {error}")
-
-    def _has_more(self, entry: Prefilling, transfer: Transfer) -> bool:
-        """Whether there is KV that could be sent now."""
-        return transfer.admitted and transfer.sent < self._sendable(entry)
-
-    async def _send_next(self, entry: Prefilling, transfer: Transfer, conn: Connection) -> None:
-        """Sends the next piece, which there is."""
-        start = transfer.sent
-        piece = max(1, PIECE_BYTES // self._wire(transfer.dst).bytes_per_token)
-        end = min(self._sendable(entry), start + piece)
-        payload = self.engine.read_kv(self.memory.runs(entry.request, start, end))
-        if transfer.dst in self.compressed:
-            payload = self.engine.pack_kv(payload)
-        transfer.sent = end
-        about = {"request": entry.request, "epoch": transfer.epoch, "start": start, "end": end}
-        sent = KVSent(
-            self.env.now(), entry.request, self.name, transfer.dst, start, end, len(payload)
-        )
-        self.env.trace.emit(sent)
-        await conn.send(Frame("kv", about, payload))
-
-    def _owes_first(self, entry: Prefilling, transfer: Transfer) -> bool:
-        """Whether the first id may go, behind the KV."""
-        known = entry.first is not None and transfer.carries_first
-        return known and not transfer.sent_first and transfer.sent >= entry.limits.prompt_len
-
-    async def _send_first(self, entry: Prefilling, transfer: Transfer, conn: Connection) -> None:
-        assert entry.first is not None
-        transfer.sent_first = True
-        first = {"id": entry.first.token, "logprobs": pack_logprobs([entry.first.logprobs])}
-        position = entry.limits.prompt_len
-        about = {"request": entry.request, "epoch": transfer.epoch, "position": position}
-        await conn.send(Frame("first", {**about, **first}))
-
-    def _sendable(self, entry: Prefilling) -> int:
-        """Positions whose KV a finished step has written."""
-        assert entry.seq is not None
-        if self.stream_while_computing or entry.first is not None:
-            return entry.seq.computed
-        return 0
+                why = f"{self.name} lost {conn.peer}: {error}"
+                self._decoder_lost(entry, conn.peer, why)
 
     def _cancel(self, entry: Prefilling, transfer: Transfer, word: str = "withdraw") -> None:
         """Stops a transfer. The decoder is told on the stream that carried the offer, so that it
@@ -399,9 +368,9 @@ class Sender(Solo):
             transfer.conn = None
 
     def carrying(self, request: str) -> list[Connection]:
-        """The streams on which KV of `request` goes out."""
-        entry = self._entries.get(request)
-        return [t.conn for t in entry.transfers if t.conn and not t.over] if entry else []
+        """The streams on which KV of `request` goes out, whichever attempt at it."""
+        entries = [e for e in self._entries.values() if request_of(e.request) == request]
+        return [t.conn for e in entries for t in e.transfers if t.conn and not t.over]
 
     def involves(self, peer: str) -> bool:
         return any(peer in (entry.relay, entry.main) for entry in self._entries.values())

@@ -65,7 +65,8 @@ class Solo(Instance):
         elif limits.kv_tokens > self.spec.kv_tokens:
             refusal = f"{limits.kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
         if refusal:
-            self.post(conn.peer, "failed", request=request, detail=f"{self.name}: {refusal}")
+            about = {"request": request, "detail": f"{self.name}: {refusal}", "by": self.name}
+            self.post(conn.peer, "failed", b"", **about)
             return
         self._alone[request] = Serving(
             request=request,
@@ -85,7 +86,7 @@ class Solo(Instance):
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind in ("prefill", "generate"):
-            self.post(conn.peer, "failed", request=request, detail=detail)
+            self.post(conn.peer, "failed", request=request, detail=detail, by=self.name)
         else:
             super().blame(conn, frame, request, detail)
 
@@ -142,7 +143,7 @@ class Solo(Instance):
 
     def fail(self, request: str, detail: str) -> None:
         if entry := self._alone.get(request):
-            self.post(entry.gateway, "failed", request=request, detail=detail)
+            self.post(entry.gateway, "failed", request=request, detail=detail, by=self.name)
             self._end_alone(entry)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:

@@ -110,6 +110,21 @@ class Sparing:
             self._post(case.route.prefill, "resume", request=request)
             self._env.trace.emit(Resumed(now, request, tokens, "the answer goes on"))
 
+    def needed(self, request: str, tokens: int) -> None:
+        """Its relay is lost after so many tokens: P sends all that its main decoder lacks."""
+        case = self._cases.pop(request, None)
+        if case is not None and case.spared:
+            assert self._filter is not None
+            self._filter.spared -= 1
+            now = self._env.now()
+            expected = self._outlook.expected(now, request, case.route, case.kv_bytes)
+            self._outlook.let_go(request, case.route, case.kv_bytes, expected)
+            self._env.trace.emit(Resumed(now, request, tokens, "the relay is lost"))
+
+    def forget(self, request: str) -> None:
+        """It has no main decoder any more."""
+        self._cases.pop(request, None)
+
     def ended(self, request: str, session: str | None, tokens: int, answered: bool) -> None:
         self._cases.pop(request, None)
         if answered and self._filter is not None:

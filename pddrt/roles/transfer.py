@@ -34,6 +34,8 @@ class Transfer:
     sent_first: bool = False
     admitted: bool = False
     over: bool = False
+    whole: bool = False
+    """The decoder has everything."""
     conn: Connection | None = None
     unanswered: Timer | None = None
     """Ends the wait for any answer to the offer."""
