@@ -128,7 +128,7 @@ class Deployment:
             admission=rules.admission,
         )
         env.trace.listen(DriftObserver(env, lambda: self.instances))
-        patience = rules.deadline + LEASE_GRACE
+        patience = rules.deadline + 2 * LEASE_GRACE  # longer than any lease
         self.client = Client(self._env_at(CLIENT), net, CLIENT, GATEWAY, rules.sampling, patience)
 
     def _env_at(self, name: str) -> Env:

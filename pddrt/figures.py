@@ -128,7 +128,7 @@ def legs(rows: Sequence[Row], records: Mapping[str, RequestRecord], timeline: Ti
     groups = grouped([r for r in rows if r["ttft_legs"]])
     if not groups:
         return ""
-    left, right, high = 118, 190, 17
+    left, right, high = 118, 208, 17
     means = {name: _mean_legs(of) for name, of in groups.items()}
     x = Scale(0, max(sum(m.values()) for m in means.values()) or 1, left, WIDTH - right)
     drawn, y, says = [], 4.0, []

@@ -201,7 +201,7 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         self.end = max(self.end, event.t)
         self.foresight(event)
-        if isinstance(event, ev.Admitted | ev.Freed):
+        if isinstance(event, ev.PagesTaken | ev.PagesKept | ev.PagesFreed):
             self._count_pages(event)
         if isinstance(event, ev.RequestSent):
             self.requests[event.request] = RequestRecord(
@@ -222,6 +222,7 @@ class Recorder:
             instance = self.instances[event.instance]
             instance["steps"] += 1
             instance["busy"] += event.t - event.start_ns
+            instance["pages_peak"] = max(instance["pages_peak"], event.pages_used)
             if self.role_of[event.instance] == "main":
                 self.main_steps.ended(event)
         elif isinstance(event, ev.InstanceCrashed):
@@ -254,9 +255,11 @@ class Recorder:
                 steps.stopped(ev.attempt_name(record.id, record.attempt))
                 record.seam.others_itl_max = steps.worst.pop(record.id, None)
 
-    def _count_pages(self, event: ev.Admitted | ev.Freed) -> None:
+    def _count_pages(self, event: ev.PagesTaken | ev.PagesKept | ev.PagesFreed) -> None:
+        """Pages that requests own; those that the cache has got may be evicted."""
         instance = self.instances[event.instance]
-        instance["pages"] += event.pages if isinstance(event, ev.Admitted) else -event.pages
+        count = sum(n for _, n in event.pages)
+        instance["pages"] += count if isinstance(event, ev.PagesTaken) else -count
         instance["pages_peak"] = max(instance["pages_peak"], instance["pages"])
 
     def _update(self, record: RequestRecord, event: Event) -> None:

@@ -191,7 +191,8 @@ class Recording:
             self.rebuilt = True
             self.summary = json.loads(dumps(summary(recorder, *slos, {})))
             if self.counts:
-                self.missing.append("the summary is computed from the events that are there")
+                seen = f"{len(recorder.requests):,} of {len(self.rows):,} requests"
+                self.missing.append(f"the summary is computed from the events there are: {seen}")
 
 
 def opened(folder: Path) -> Recording:

@@ -271,8 +271,9 @@ def _gantt(run: Run) -> str:
         '<h2 id="timeline">Timeline of requests</h2>'
         '<p class="nojs">This chart needs JavaScript; all numbers are in the tables below.</p>'
         + note
+        + '<div id="gantt">'
         + legend(kinds, WIRES[:2])
-        + '<div id="gantt"><p class="dim">Drag to move, Ctrl + wheel or + and - to zoom, click a '
+        + '<p class="dim">Drag to move, Ctrl + wheel or + and - to zoom, click a '
         f"request for its story, double-click to fill the view with it.{faults}</p>"
         '<div class="bar"><button id="g-slow">slowest to first token</button>'
         '<button id="g-all">all</button><button id="g-in" aria-label="zoom in">+</button>'

@@ -30,7 +30,7 @@ from typing import Any
 
 from pddrt import trace as ev
 from pddrt.faults import KINDS
-from pddrt.trace import Event
+from pddrt.trace import Event, request_of
 
 from .swarm import Case
 
@@ -53,11 +53,6 @@ PLACES = {
 """Where a kind can strike."""
 NOBODY = {("relay", "alone"), ("client", "after")}
 """Where there is nobody to be hit."""
-
-
-def whole(name: str) -> str:
-    """The request that an attempt is one of."""
-    return name.partition("~")[0]
 
 
 def role_of(name: str) -> str:
@@ -94,6 +89,8 @@ class Coverage:
     """By mode, those that came to the main decoder's decoding."""
     handoffs_hit: Counter[str] = field(default_factory=Counter)
     """Relayed requests hit in each phase, each once a phase."""
+    recovery: Counter[str] = field(default_factory=Counter)
+    """How requests went on without an instance: again (a further attempt), or as `Rerouted` says."""
 
     def add(self, case: Case, events: Iterable[Event]) -> None:
         reader = _Reader(self, case)
@@ -108,7 +105,7 @@ class Coverage:
     def merge(self, other: Coverage) -> None:
         self.seeds += other.seeds
         self.virtual_ns += other.virtual_ns
-        for name in ("hits", "faults", "ends", "pipelines", "handoffs", "handoffs_hit"):
+        for name in ("hits", "faults", "ends", "pipelines", "handoffs", "handoffs_hit", "recovery"):
             getattr(self, name).update(getattr(other, name))
 
     # -- what it comes to --------------------------------------------------------------------------
@@ -149,6 +146,7 @@ class Coverage:
             "pipelines": dict(sorted(self.pipelines.items())),
             "handoffs": dict(sorted(self.handoffs.items())),
             "handoffs_hit": {phase: self.handoffs_hit[phase] for phase in PHASES},
+            "recovery": dict(sorted(self.recovery.items())),
             "faults": {do: self.faults[do] for do in KINDS},
             "hits": by_kind,
             "blind": [list(spot) for spot in self.blind()],
@@ -187,12 +185,12 @@ class _Reader:
                 seen.held_at.discard(event.instance)
         elif isinstance(event, ev.PagesTaken | ev.PagesFreed):
             self._lesson(event)
-        elif seen := self.requests.get(whole(getattr(event, "request", ""))):
+        elif seen := self.requests.get(request_of(getattr(event, "request", ""))):
             self._update(seen, event)
 
     def _lesson(self, event: ev.PagesTaken | ev.PagesFreed) -> None:
         name, _, lesson = event.owner.partition(" (answer)")
-        seen = self.requests.get(whole(name))
+        seen = self.requests.get(request_of(name))
         if seen is None or not event.owner.endswith("(answer)"):
             return
         held = f"{event.instance}{lesson} (answer)"
@@ -226,6 +224,13 @@ class _Reader:
                 self._handed(seen)
             case ev.HandoffTaken() if event.decodes and seen.phase == "handoff round":
                 self._handed(seen)
+            case ev.Retried():
+                seen.phase = "queued"
+                self.coverage.recovery["again"] += 1
+            case ev.Rerouted():
+                self.coverage.recovery[event.then] += 1
+            case ev.TakenOver():
+                seen.phase = "main decoding"
             case ev.Finished():
                 seen.over = True
                 self.coverage.ends[event.reason] += 1

@@ -20,7 +20,7 @@ from pddrt.deployment import Deployment
 from pddrt.errors import ConnectionLost
 from pddrt.faults import KINDS
 from pddrt.frames import Frame, pack_ids
-from pddrt.messages import MESSAGES, Manifest, prompt_digest
+from pddrt.messages import Manifest, prompt_digest
 from pddrt.netem.faults import NetFaults
 from pddrt.netem.net import Connection
 from pddrt.netem.stream import EmulatedNet
@@ -66,7 +66,10 @@ def draw(rng: random.Random, case: Case) -> tuple[dict[str, Any], ...]:
         do = rng.choice(GENTLE if gentle else rng.choice([rough, tuple(KINDS)]))
         if do == "skew" and any(f["do"] == "skew" for f in found):
             continue
-        found.append({"do": do, **_effect(rng, do, case, gentle), **_trigger(rng, do, case)})
+        effect = _effect(rng, do, case, gentle)
+        early = effect.get("kind") == "kv" and rng.random() < 0.6  # of several frames the first
+        trigger = {"on": {"event": "PrefillStarted"}} if early else _trigger(rng, do, case)
+        found.append({"do": do, **effect, **trigger})
     return tuple(found)
 
 
@@ -102,14 +105,15 @@ def _effect(rng: random.Random, do: str, case: Case, gentle: bool) -> dict[str, 
     whose = rng.choice(instances(case))
     members = [*instances(case), "gateway", "client"]
     until: dict[str, Any] = {}
-    if gentle or rng.random() < 0.85:
+    if gentle or rng.random() < 0.75:
         until = {"for": _ms(1, rng.choice([30, 300, 1000 if gentle else 4000]), rng)}
     link: dict[str, Any] = {"link": rng.choice(["wan", "wan", "rdma"]), **until}
     if rng.random() < 0.4:
         link["direction"] = rng.choice(["a>b", "b>a"]) if link["link"] == "wan" else "a>a"
     frames = {"frames": rng.choice([1, 1, 3]), **until}
     if rng.random() < 0.8:
-        frames["kind"] = rng.choice([k for k in CARRIED if k in MESSAGES])
+        few = rng.choice([("kv",), ("ids", "tokens", "answer"), CARRIED, CARRIED])
+        frames["kind"] = rng.choice(few)
     if rng.random() < 0.3:
         frames[rng.choice(["src", "dst"])] = rng.choice(members)
     match do:
@@ -128,10 +132,8 @@ def _effect(rng: random.Random, do: str, case: Case, gentle: bool) -> dict[str, 
                 return {}
             between = {"between": _joined(rng, case)}
             return between | rng.choice([{}, {"purpose": "kv"}, {"purpose": "control"}])
-        case "corrupt" | "truncate":
+        case "corrupt" | "truncate" | "duplicate":
             return frames
-        case "duplicate":  # of what may come twice most is dropped silently: the rest is rare
-            return {**frames, "kind": rng.choice(["kv", "ids", "tokens", "answer", *CARRIED])}
         case "delay":
             return {**frames, "by": _ms(1, rng.choice([5, 100, 800]), rng)}
         case "crash":

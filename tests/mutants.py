@@ -20,6 +20,7 @@ from pddrt.frames import unpack_ids
 from pddrt.kv.memory import KVMemory
 from pddrt.messages import KVAssembly, Manifest
 from pddrt.protocol import Action, Decode, MainSide, RelaySide, SendIds, State, _Side
+from pddrt.roles import gateway
 from pddrt.roles.answer import Answer
 from pddrt.roles.client import Client
 from pddrt.roles.decode import Decoder
@@ -150,11 +151,14 @@ def resumed_without_its_kv(_resume: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, seq, hit: _resume(self, seq, max(hit, seq.computed))
 
 
-@plant(Instance, "vacate", "pages that can be had again wake nobody who waits for them")
-def lost_wake_up_for_pages(_vacate: Callable[..., Any]) -> Callable[..., Any]:
-    def planted(self: Instance, owner: str) -> None:
-        if self.memory.holds(owner):
-            self.memory.release(owner)
+@plant(Instance, "_freed", "pages that can be had again wake nobody who waits for them")
+def lost_wake_up_for_pages(_freed: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Instance, request: str, pages: int | None) -> None:
+        self._admit = lambda: False  # type: ignore[method-assign]
+        try:
+            _freed(self, request, pages)
+        finally:
+            del self.__dict__["_admit"]
 
     return planted
 
@@ -346,13 +350,38 @@ def emitted_twice(_on_answer: Callable[..., Any]) -> Callable[..., Any]:
     return planted
 
 
-@plant(Gateway, "begin", "no deadline runs for a request that begins on a relay")
-def deadline_not_armed(_begin: Callable[..., Any]) -> Callable[..., Any]:
-    def planted(self: Gateway, *about: Any, **more: Any) -> None:
-        _begin(self, *about, **more)
-        for stream in self._streams.values():
-            if stream.attempt is not None and stream.attempt.relay is not None:
-                stream.deadline.cancel()
+@plant(Gateway, "_pass_on", "the deadline runs only until the first id is out")
+def deadline_in_one_state_only(_pass_on: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Gateway, stream: Any, passed: Any) -> None:
+        stream.deadline.cancel()
+        _pass_on(self, stream, passed)
+
+    return planted
+
+
+@plant(gateway, "attempt_name", "a further attempt has the name of the first")
+def attempts_of_one_name(_attempt_name: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda request, _number: request
+
+
+@plant(gateway, "rest_of", "a further attempt may make as many ids as the first")
+def budget_as_at_first(_rest_of: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(limits: Any, sampling: Any, made: int) -> Any:
+        left, sampling = _rest_of(limits, sampling, made)
+        return replace(left, max_tokens=limits.max_tokens), sampling
+
+    return planted
+
+
+@plant(Gateway, "begin", "a further attempt does not know the last id that the client has")
+def attempt_lacks_an_id(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Gateway, stream: Any, *about: Any) -> None:
+        answer, made = stream.answer, stream.answer.ids
+        answer.ids = made[: max(stream.limits.prompt_len, len(made) - 1)]
+        try:
+            begin(self, stream, *about)
+        finally:
+            answer.ids = made
 
     return planted
 
@@ -378,3 +407,21 @@ def failed_step_believed(_abandon: Callable[..., Any]) -> Callable[..., Any]:
         return []
 
     return planted
+
+
+def _shown_again(begin_again: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Answer) -> None:
+        self.ids = self.ids[: self.limits.prompt_len]
+        begin_again(self)
+        self._chain = 0
+
+    return planted
+
+
+MUTANTS["double-emit-after-retry"] = Mutant(
+    "a further attempt shows the client what it has had, and the client takes it",
+    (
+        (Answer, "begin_again", _shown_again),
+        (Client, "on_answer", emitted_twice),
+    ),
+)

@@ -224,7 +224,14 @@ def _hands_over(rng: random.Random, case: Case) -> Case:
         rate=rng.choice([4_000_000, 10_000_000]),
         delay=min(case.delay, 15 * MS),
         jitter=min(case.jitter, 5 * MS),
-        relay_slow=rng.choice([1, 4]),
+        relay_slow=rng.choice([1, 4, 16]),
+        wavers=case.wavers
+        or (
+            case.handoff == "overlap"
+            and case.engine == "model"
+            and not case.min_tokens
+            and rng.random() < 0.6
+        ),
     )
 
 
@@ -389,6 +396,10 @@ ROUGH = frozenset({
 })  # fmt: skip
 """Kinds that may end a request by themselves. The others make it late at most."""
 
+NO_WORD = frozenset({
+    "link-down", "link-slow", "link-long", "jitter-storm", "delay", "slow-reader", "truncate",
+})  # fmt: skip
+"""Kinds that may keep the gateway's last word from the client."""
 HANDSHAKE: Ns = Cluster.handshake
 LATE = re.compile(r"deadline exceeded|has not answered an offer|no end came")
 EXPLAINED = re.compile(
@@ -421,8 +432,16 @@ def _punctual(case: Case) -> bool:
 def _check_ends(case: Case, played: Played) -> None:
     """Nothing ends without a reason, and calm requests end well."""
     rough = [e.t for e in played.trace.events if isinstance(e, ev.FaultInjected) and e.do in ROUGH]
-    twice = any(f["do"] in ("duplicate", "truncate") for f in case.faults)
+    planned = {fault["do"] for fault in case.faults}
+    twice = bool(planned & {"duplicate", "truncate"})
     calm_from, punctual = len(case.sessions), _punctual(case)
+    for event in played.trace.events:
+        if isinstance(event, ev.Retried | ev.Rerouted):
+            what = f"{event.request} goes on elsewhere: {event.why}"
+            late = not punctual and LATE.search(event.why)
+            before = any(t <= event.t for t in rough)
+            fair = late or (before and (twice or EXPLAINED.search(event.why)))
+            must(fair, "a further attempt that no fault explains", what)
     for r in played.records:
         must(r.finish_reason is not None, "a request without an end", r.id)
         if r.finish_reason in ("length", "stop"):
@@ -430,6 +449,8 @@ def _check_ends(case: Case, played: Played) -> None:
         what = f"{r.id} {r.finish_reason}: {r.detail}"
         must(r.detail, "an end without a reason", what)
         must(r.session < calm_from, "a calm request did not finish", what)
+        silent = "no end came" in r.detail and NO_WORD.isdisjoint(planned)
+        must(not silent, "the gateway had no end for it", what)
         late = r.e2e is not None and r.e2e >= min(case.deadline, HANDSHAKE) * 0.99  # clocks drift
         if late and not punctual and LATE.search(r.detail):
             continue

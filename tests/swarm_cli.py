@@ -163,7 +163,16 @@ def _tell(
     for (do, place), phases in blind.items():
         print(f"  {do}, {place}: {', '.join(phases)}")
     told = total.to_json()
-    for name in ("seeds", "virtual_s", "requests", "ends", "pipelines", "handoffs", "faults"):
+    for name in (
+        "seeds",
+        "virtual_s",
+        "requests",
+        "ends",
+        "pipelines",
+        "handoffs",
+        "recovery",
+        "faults",
+    ):
         print(f"{name}: {_flat(told[name])}")
     print(f"failed: {len(failures)}")
     for one in listed:

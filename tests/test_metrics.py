@@ -135,9 +135,16 @@ def test_a_request_line_and_a_summary_have_what_the_contract_names() -> None:
     assert numbers["goodput_rps"] == pytest.approx(1 / 0.109, abs=1e-6)
 
 
-def test_the_peak_of_pages_is_of_what_was_reserved_not_of_what_a_step_saw() -> None:
+def test_the_peak_of_pages_is_of_what_could_not_be_had() -> None:
+    """Pages that the cache was given are nobody's; those that it has locked show in a step."""
     recorder, _ = record([e for e in story() if not isinstance(e, ev.Step)])
-    recorder(ev.Admitted(130 * MS, "s1.0", "rld0", 5, 0, 0))
+    recorder(ev.PagesTaken(130 * MS, "rld0", "s1.0", ((0, 4), (6, 3))))
+    recorder(ev.PagesKept(131 * MS, "rld0", "s1.0", ((0, 4),)))
+    recorder(ev.PagesTaken(132 * MS, "rld0", "s2.0", ((7, 2),)))
+    recorder(ev.PagesFreed(133 * MS, "rld0", "s1.0", ((6, 3),), True))
     recorder(ev.PoolChecked(140 * MS, "rld0", 14, 14, 0))
     numbers = summary(recorder, None, None, {})["instances"]
-    assert numbers["rld0"]["kv_peak_fraction"] == 0.5, "7 of 14: freed before the next 5"
+    assert numbers["rld0"]["kv_peak_fraction"] == 0.5, "7 of 14, then 5"
+    recorder(ev.Step(141 * MS, "rld0", 140 * MS, 1, 0, 0, 1, 9))
+    numbers = summary(recorder, None, None, {})["instances"]
+    assert numbers["rld0"]["kv_peak_fraction"] == round(9 / 14, 6)
