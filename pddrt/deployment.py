@@ -329,20 +329,24 @@ class Deployment:
             await asyncio.wait(scaling.values())
 
     async def drain(self, drain_time: Ns = DRAIN_TIME) -> None:
-        until = self.env.now() + drain_time
+        """Returns when all is given back. KV may still be crossing, and answers be learnt: that may
+        take as long as leases allow. Raises RunFailed where nothing moves for `drain_time`.
+        """
+        last = self.env.now() + self.rules.deadline + 2 * LEASE_GRACE + drain_time
         draining = asyncio.ensure_future(self._all_empty())
-        timer = self.env.call_at(until, draining.cancel)
         try:
-            await draining
-        except asyncio.CancelledError:
-            if self.env.now() < until:
-                raise
-            held = "; ".join(
-                f"{i.name}: {', '.join(i.memory.holders)}" for i in self.instances if not i.empty
-            )
-            raise RunFailed(f"pages were not given back: {held}") from None
+            while not draining.done():
+                seen = len(self.env.trace.events)
+                waiting = asyncio.ensure_future(self.env.sleep(drain_time))
+                await asyncio.wait([draining, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                moved = len(self.env.trace.events) > seen or self.net.moving()
+                if not draining.done() and (not moved or self.env.now() > last):
+                    held = (i for i in self.instances if not i.empty)
+                    names = "; ".join(f"{i.name}: {', '.join(i.memory.holders)}" for i in held)
+                    raise RunFailed(f"pages were not given back: {names}")
         finally:
-            timer.cancel()
+            draining.cancel()
 
     async def _all_empty(self) -> None:
         """Returns when all instances are empty at once: one that was may have been offered more."""

@@ -50,7 +50,7 @@ from pddrt.fields import (
 from pddrt.netem.net import LinkSpec, Topology
 from pddrt.sections import Allowed, Checked, Section
 from pddrt.types import SECOND, Ns, Role, Sampling, StepCost
-from pddrt.units import PositiveDuration, shown
+from pddrt.units import PositiveDuration, format_duration, shown
 from pddrt.workload import Workload
 
 CLIENT, GATEWAY = "client", "gateway"
@@ -323,6 +323,8 @@ def _scale_problems(scenario: Scenario) -> Iterator[Problem]:
 
 def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]:
     yield from _clock_problems(scenario)
+    if checked.usable("links", "*", "delay"):
+        yield from _link_problems(scenario)
     if checked.usable("instances", "*", "engine"):
         yield from _engine_problems(scenario)
     yield from _name_problems(scenario)
@@ -391,6 +393,15 @@ def _clock_problems(scenario: Scenario) -> Iterator[Problem]:
         elif entry.step_time == "chip" and entry.chip is None:
             yield Problem(keys, f"found 'chip', but no chip is given; allowed with chip: "
                                 f"{' | '.join(CHIPS)} | {{flops, memory, bandwidth}}")  # fmt: skip
+
+
+def _link_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Jitter that a delay of 0 has no room for."""
+    for name, link in scenario.links.items():
+        if link.jitter and not link.delay:
+            yield Problem(("links", name, "jitter"),
+                          f"found {format_duration(link.jitter)} with a delay of 0, which has no "
+                          "room for it; allowed there: 0")  # fmt: skip
 
 
 def _engine_problems(scenario: Scenario) -> Iterator[Problem]:

@@ -112,13 +112,16 @@ class Scheduler:
 
     def plan(self) -> Batch | None:
         """The next step, or None when there is nothing to compute. Marks its sequences as in the
-        step.
+        step. Who finds no room gives its turn to the next: where anybody has work, somebody steps.
         """
         ready = [s for s in self.sequences.values() if s.active and s.pending > 0]
         ready = [s for s in ready if not s.background] or ready
         ready.sort(key=_urgency)  # stable: arrival order within a kind
-        room, spans, counts = self.chunk_tokens, [], [0, 0, 0]
-        for sequence in ready[: self.max_batch]:
+        room, counts = self.chunk_tokens, [0, 0, 0]
+        spans: list[Span] = []
+        for sequence in ready:
+            if len(spans) == self.max_batch:
+                break
             kind = _urgency(sequence)
             most = room if kind == PREFILL else sequence.piece or sequence.pending
             take = min(sequence.pending, most)

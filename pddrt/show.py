@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pddrt.metrics import LEGS, Recorder, RequestRecord
+from pddrt.pipelines import chosen_from
 from pddrt.scenario import ResolvedInstance, Scenario
 from pddrt.trace import Routed, Seconds
 from pddrt.types import LETTER, Ns
@@ -94,15 +95,10 @@ def intro(
         f"policy {scenario.pipeline.policy}, {scenario.clock} clock",
     )
     table = Table.grid(padding=(0, 2, 0, 0))
-    main_sites = _joined(i.site for i in instances if i.role == "main")
-    does = {
-        "prefill": "computes the KV cache and the first token",
-        "relay": f"answers while the KV goes to site {main_sites}",
-        "main": "makes the rest once it holds the KV",
-    }
+    does = _duties(scenario, instances)
     for role, letter in LETTER.items():
         of = [i for i in instances if i.role == role]
-        if of and not (role == "relay" and scenario.pipeline.policy == "naive"):
+        if of and role in does:
             names, sites = _joined(i.name for i in of), _joined(i.site for i in of)
             style = STYLE[letter]
             table.add_row(
@@ -116,6 +112,26 @@ def intro(
         table.add_row("", "link", name, "-".join(link.between), ", ".join(facts))
     yield table
     yield Text()
+
+
+def _duties(scenario: Scenario, instances: Sequence[ResolvedInstance]) -> dict[str, str]:
+    """What each role does under the scenario's policy; those that have no part are left out."""
+    pipelines = chosen_from(scenario)
+    main_sites = _joined(i.site for i in instances if i.role == "main")
+    alone, duties = "computes the prompt and answers", {}
+    if any(name.startswith("P-") for name in pipelines):
+        duties["prefill"] = "computes the KV cache and the first token"
+    if "P" in pipelines:
+        duties["prefill"] = f"{duties.get('prefill', alone)}{', or answers' * (len(pipelines) > 1)}"
+    if "P-RLD-MD" in pipelines:
+        duties["relay"] = f"answers while the KV goes to site {main_sites}"
+    elif "P-RLD" in pipelines:
+        duties["relay"] = f"answers where the KV would take long to reach site {main_sites}"
+    if any(name.endswith("-MD") for name in pipelines):
+        duties["main"] = "makes the rest once it holds the KV"
+    if "MD" in pipelines:
+        duties["main"] = f"{duties.get('main', alone)}{', or all of it' * (len(pipelines) > 1)}"
+    return duties
 
 
 def _joined(names: Iterable[str]) -> str:
@@ -149,7 +165,7 @@ def head(record: RequestRecord, routed: Routed | None, width: int) -> Iterator[T
 def _why(routed: Routed) -> str:
     wan, by = routed.wan_estimate_ns, routed.relay
     if wan is None:
-        return f"no KV can reach {routed.main} for now" + (f", so {by} answers first" if by else "")
+        return routed.reason
     expected = f"its KV should take {duration(wan)} to reach {routed.main}"
     return f"{expected}, so {by} answers first" if by else expected
 
@@ -202,7 +218,8 @@ def _handoff(record: RequestRecord) -> str:
     """When the main decoder had the KV, and what the relay handed to it."""
     main = record.main or ""
     if main not in record.whole:
-        return f"ended before its KV was at {main}" if record.relay and record.finish_reason else ""
+        unfinished = record.relay and main and record.finish_reason
+        return f"ended before its KV was at {main}" if unfinished else ""
     kv = size(record.kv_received.get(main, 0))
     arrived = f"{kv} of KV were at {main} after {duration(record.whole[main] - record.sent)}"
     if record.gap is None:

@@ -90,7 +90,7 @@ class Coverage:
     handoffs_hit: Counter[str] = field(default_factory=Counter)
     """Relayed requests hit in each phase, each once a phase."""
     recovery: Counter[str] = field(default_factory=Counter)
-    """How requests went on without an instance: again (a further attempt), or as `Rerouted` says."""
+    """How requests went on without an instance: again, or as `Rerouted` says."""
 
     def add(self, case: Case, events: Iterable[Event]) -> None:
         reader = _Reader(self, case)

@@ -44,6 +44,7 @@ AWAITED = (
 AT_THE_HANDOFF = (
     "MainReady", "HandoffBegan", "HandoffSent", "HandoffCaughtUp", "HandoffTaken", "HandoffEnded",
 )  # fmt: skip
+MIDDLE = ("TokensReceived", "TokensMade", "Released")
 GENTLE = (
     "link-down", "link-slow", "link-long", "jitter-storm", "delay", "pause", "slow", "pages-taken",
     "slow-reader", "skew", "stale-signals", "wrong-signals",
@@ -60,15 +61,19 @@ def draw(rng: random.Random, case: Case) -> tuple[dict[str, Any], ...]:
     if mood < 0.08:
         return ()
     gentle = mood < 0.3
-    rough = tuple(kind for kind in KINDS if kind not in GENTLE)
+    rough = (*(kind for kind in KINDS if kind not in GENTLE), "pause", "corrupt", "duplicate")
     found: list[dict[str, Any]] = []
     for _ in range(rng.choice([1, 1, 2, 3, 6])):
         do = rng.choice(GENTLE if gentle else rng.choice([rough, tuple(KINDS)]))
         if do == "skew" and any(f["do"] == "skew" for f in found):
             continue
         effect = _effect(rng, do, case, gentle)
+        if do == "pause" and not gentle and rng.random() < 0.5:
+            effect.pop("for", None)
         early = effect.get("kind") == "kv" and rng.random() < 0.6  # of several frames the first
         trigger = {"on": {"event": "PrefillStarted"}} if early else _trigger(rng, do, case)
+        if do == "pause" and "for" not in effect:  # for good: in the middle of an answer
+            trigger = {"on": {"event": rng.choice(MIDDLE), "nth": rng.randint(2, 30)}}
         found.append({"do": do, **effect, **trigger})
     return tuple(found)
 
@@ -112,7 +117,7 @@ def _effect(rng: random.Random, do: str, case: Case, gentle: bool) -> dict[str, 
         link["direction"] = rng.choice(["a>b", "b>a"]) if link["link"] == "wan" else "a>a"
     frames = {"frames": rng.choice([1, 1, 3]), **until}
     if rng.random() < 0.8:
-        few = rng.choice([("kv",), ("ids", "tokens", "answer"), CARRIED, CARRIED])
+        few = rng.choice([("kv",), ("ids", "tokens", "answer"), CARRIED])
         frames["kind"] = rng.choice(few)
     if rng.random() < 0.3:
         frames[rng.choice(["src", "dst"])] = rng.choice(members)

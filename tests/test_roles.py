@@ -736,3 +736,13 @@ def test_under_preemption_every_answer_is_still_the_oracles(pages: int, page_tok
     assert played.events(ev.Preempted)
     for r in played.records:
         assert r.ids == oracle(prompt_ids(r.prompt), 80)
+
+
+def test_kv_that_crosses_long_after_the_answer_is_no_leak() -> None:
+    """200 tokens of KV take 100 s; RLD has answered after one, and the run waits for MD's cache."""
+    played = Cluster(rate=2_000, policy=Pdd(0)).play([one("p" * 200, 8)])
+    played.assert_sound()
+    (record,) = played.records
+    assert record.sources == "P" + "R" * 7
+    assert record.finished is not None
+    assert record.whole["md0"] > record.finished + 60 * SECOND

@@ -175,3 +175,25 @@ def test_a_waiting_request_can_be_dropped() -> None:
     assert admission.drop("a")
     assert not admission.drop("a")
     assert len(admission) == 0
+
+
+def test_who_finds_no_room_gives_its_turn_to_the_next() -> None:
+    """Else nothing steps any more where the batch is small and decodes, which come first, are the
+    youngest: those give way, and the older ones' extends were never asked.
+    """
+    dropped = []
+
+    def room(request: str, _end: int) -> bool:
+        if request.startswith("young"):
+            dropped.append(request)
+            sched.drop(request)
+        return not request.startswith("young")
+
+    sched = Scheduler(8, 1, lambda _request, end: (Run(0, end),), room)
+    sched.add(decoding("old", 10, 3))
+    sched.add(decoding("young1", 10, 1))
+    sched.add(decoding("young2", 10, 1))
+    batch = sched.plan()
+    assert batch is not None
+    assert [s.request for s in batch.spans] == ["old"]
+    assert dropped == ["young1", "young2"]

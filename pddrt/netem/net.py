@@ -138,6 +138,10 @@ class Net(Protocol):
         """
         ...
 
+    def moving(self) -> bool:
+        """Whether anything is on its way over a link that carries it."""
+        ...
+
     def stats(self) -> list[LinkStats]:
         """One entry for each direction of each link."""
         ...

@@ -416,6 +416,9 @@ class EmulatedNet:
     def path_backlog(self, src: str, dst: str) -> int:
         return self.direction(src, dst).backlog
 
+    def moving(self) -> bool:
+        return any(d.backlog and d.link.rate != 0 for d in self._directions.values())
+
     def stats(self) -> list[LinkStats]:
         return [direction.stats() for direction in self._directions.values()]
 
