@@ -104,8 +104,17 @@ def _groups(columns: Sequence[Json]) -> Iterator[list[Line]]:
         ("goodput", ("goodput_rps",), lambda rate: f"{rate:.3g}/s", ("goodput_rps",)),
         ("SLO met", ("slo_attainment",), _percent, ("slo_attainment",)),
         ("KV over the WAN", ("wan_bytes", "kv"), size, ("wan_bytes", "kv")),
-        ("ids over the WAN", ("wan_bytes", "ids"), size, ("wan_bytes", "ids")),
+        ("ids handed over it", ("wan_bytes", "ids"), size, ("wan_bytes", "ids")),
+        ("all over the WAN", ("wan_bytes", "all"), size, ("wan_bytes", "all")),
         *((f"tokens by {letter}", path, _count, path) for letter, path in tokens),
+    ]
+    others = ("main_itl_s", "beside_extend")
+    yield [
+        ("handoffs", ("handoffs", "count"), _count, None),
+        ("  rounds", ("handoffs", "rounds"), _count, None),
+        ("  ids", ("handoffs", "ids"), _count, None),
+        ("ITL max on MD", ("main_itl_s", "quiet", "max"), duration, None),
+        ("  beside extends", (*others, "max"), duration, None),
     ]
     busy = [(letter, ("instances", "by_role", role, "busy_fraction"))
             for role, letter in LETTER.items()]  # fmt: skip

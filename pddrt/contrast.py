@@ -75,8 +75,12 @@ def numbers(summary: Mapping[str, Any], wan: Sequence[str]) -> Json:
         "pipelines": {name: of["requests"] for name, of in summary["pipelines"].items()},
         **{key: summary[key] for key in (*LATENCIES, "ttft_legs_s", *RATES)},
         "wan_bytes": {
-            kind: sum(link[f"{kind}_bytes"] for link in crossed) for kind in ("kv", "ids")
+            "kv": sum(link["kv_bytes"] for link in crossed),
+            "ids": sum(link["ids_bytes"] for link in crossed),
+            "all": sum(link["bytes"] for link in crossed),
         },
+        "handoffs": summary["handoffs"],
+        "main_itl_s": summary["main_itl_s"],
         "tokens": summary["tokens"],
         "instances": _used(summary["instances"]),
         "cost": summary["cost"],

@@ -73,7 +73,9 @@ def draw(rng: random.Random, case: Case) -> tuple[dict[str, Any], ...]:
         early = effect.get("kind") == "kv" and rng.random() < 0.6  # of several frames the first
         trigger = {"on": {"event": "PrefillStarted"}} if early else _trigger(rng, do, case)
         if do == "pause" and "for" not in effect:  # for good: in the middle of an answer
-            trigger = {"on": {"event": rng.choice(MIDDLE), "nth": rng.randint(2, 30)}}
+            trigger = {"on": {"event": rng.choice(MIDDLE), "nth": rng.randint(2, 12)}}
+            if decoders := [i for i in instances(case) if not i.startswith("p")]:
+                effect["instance"] = rng.choice(decoders)
         found.append({"do": do, **effect, **trigger})
     return tuple(found)
 

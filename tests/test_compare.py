@@ -115,7 +115,8 @@ def test_numbers_are_those_of_the_runs(small: str) -> None:
         for key in ("requests", "ttft_s", "e2e_s", "tokens", "goodput_rps", "cost"):
             assert mine[key] == summary[key]
         wan = summary["links"]["wan"]
-        assert mine["wan_bytes"] == {"kv": wan["kv_bytes"], "ids": wan["ids_bytes"]}
+        carried = {"kv": wan["kv_bytes"], "ids": wan["ids_bytes"], "all": wan["bytes"]}
+        assert mine["wan_bytes"] == carried
     pdd, naive = table["columns"]
     assert (pdd["instances"]["used"], naive["instances"]["used"]) == (3, 2)
     assert naive["instances"]["by_role"]["relay"] == {"used": 0, "of": 1, "busy_fraction": None}
