@@ -229,8 +229,8 @@ class Monitor:
         request.route = e
 
     def _goes_on_behind(self, root: Account, e: ev.Routed) -> None:
-        """`e` is a further attempt."""
-        if root.route is None or root.end is not None:
+        """`e` is a further attempt. A client may have given up by itself."""
+        if root.route is None or root.end not in (None, "aborted"):
             raise Broken("a further attempt at what is not under way", e.request)
         length, budget = root.route.prompt_tokens, root.route.max_tokens
         made = e.prompt_tokens - length

@@ -230,7 +230,7 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "ids": {"request": _text, "start": _count, "last": _flag},
     "caught": {"request": _text, "end": _count, "step_ns": _count, "token_ns": _count},
     # overlap: the relay asks the gateway to let the main decoder follow the answer
-    "overlap": {"request": _text},
+    "overlap": {"request": _text, "main": _text},
     "follow": {"request": _text, "start": _count},
     "switched": {"request": _text, "position": _count},
 }

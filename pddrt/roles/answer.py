@@ -88,16 +88,13 @@ class Answer:
         self._early.clear()
 
     def forget(self, source: str) -> None:
-        """Of `source` nothing more is passed on; what came too early of it is forgotten. Only one
-        decodes.
-        """
+        """Of `source` nothing more will come; what came too early of it is forgotten."""
         for position, early in list(self._early.items()):
             left = [one for one in early if one.source != source]
             if left:
                 self._early[position] = left
             else:
                 del self._early[position]
-        self.both_decode, self.sole = False, ""
 
     def take(self, start: int, drawn: Sequence[Drawn], source: str, after: int) -> Iterator[Passed]:
         """Ids from `start` on, made by `source` behind ids with the digest `after`. Yields what can

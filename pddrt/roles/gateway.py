@@ -92,8 +92,9 @@ class Gateway(Rescue):
         `raw`, ids that are the whole prompt.
         """
         request = frame["request"]
-        if request in self._streams:
-            self._tell_end(conn.peer, request, "rejected", "a request of that id is under way")
+        if stream := self._streams.get(request):
+            if stream.client != conn.peer:  # else it has come twice
+                self._tell_end(conn.peer, request, "rejected", "a request of that id is under way")
             return
         if AGAIN in request:
             why = f"a request's id may not have {AGAIN!r} in it"
@@ -260,13 +261,15 @@ class Gateway(Rescue):
     # -- both decode -------------------------------------------------------------------------------
 
     def on_overlap(self, conn: Connection, frame: Frame) -> None:
-        """From the relay: let the main decoder decode along."""
+        """From the relay: let the main decoder decode along, unless that is another by now."""
         stream = self._attempts.get(frame["request"])
         if stream is None or stream.attempt is None or conn.peer in stream.attempt.lost:
             return
         attempt = stream.attempt
-        if conn.peer != attempt.relay or stream.answer.both_decode or attempt.main is None:
+        if conn.peer != attempt.relay or stream.answer.both_decode:
             raise BadFrame(f"{conn.peer} may not let anybody follow {stream.request}")
+        if frame["main"] != attempt.main:  # the relay does not know yet that this one is lost
+            return
         stream.answer.both_decode = True
         self._let_follow(attempt, attempt.limits.prompt_len, stream.answer.made)
 

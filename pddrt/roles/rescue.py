@@ -166,7 +166,7 @@ class Rescue(Roster):
         self.outlook.cut(attempt.name)
         self.sparing.forget(attempt.name)
         stream.answer.forget("M")
-        stream.answer.both_decode, attempt.parted = False, False
+        stream.answer.both_decode, stream.answer.sole, attempt.parted = False, "", False
         attempt.main = other  # so that what follows names it
         self._drop(stream, attempt, main, "another main" if other else "alone")
         for name in (attempt.relay, attempt.prefill):
