@@ -238,8 +238,8 @@ class Decoder(Receiver):
                 case SendIds():
                     self._send_ids(entry, action)
                 case LetFollow():
-                    about = {"request": entry.request, "main": entry.manifest.main}
-                    self.post(entry.manifest.gateway, "overlap", b"", **about)
+                    gateway, main = entry.manifest.gateway, entry.manifest.main
+                    self.post(gateway, "overlap", request=entry.request, main=main)
         if entry.side.state is State.HANDED:
             if isinstance(entry.side, RelaySide) and entry.side.bound:
                 about = (entry.request, self.name, entry.side.next, entry.side.reason)
