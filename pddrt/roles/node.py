@@ -693,7 +693,7 @@ class Instance(Node):
         while not self._closing:
             if self.hold is not None:
                 await self.hold()
-                if self._closing:  # meanwhile: nobody will wake this loop again
+                if not self.running:  # meanwhile: nobody will wake this loop again
                     return
             batch = self.sched.plan()
             if batch is None:
