@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from pddrt.env import Env
-from pddrt.errors import BadFrame
+from pddrt.errors import BadFrame, ConnectionLost
 from pddrt.frames import Frame
 from pddrt.netem.net import Connection, Net, Topology
 from pddrt.roles.load import Load
@@ -60,7 +60,10 @@ class Roster(Node):
             await self._introduced.wait()
         if peer not in self._expected:
             self._expected = (*self._expected, peer)
-        await super().dial([peer])
+        try:
+            await super().dial([peer])
+        except ConnectionLost:  # it has stopped already; perhaps it starts again
+            self.redial([peer])
         while peer not in self.instances:
             self._introduced.clear()
             await self._introduced.wait()
