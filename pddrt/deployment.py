@@ -27,7 +27,8 @@ from pddrt.roles.attempts import Recovery
 from pddrt.roles.client import Client
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import LEASE_GRACE, Gateway
-from pddrt.roles.node import Instance, InstanceSpec, Node
+from pddrt.roles.instance import Instance, InstanceSpec
+from pddrt.roles.node import Node
 from pddrt.roles.prefill import Prefill
 from pddrt.scenario import CLIENT, GATEWAY
 from pddrt.trace import InstanceLeft, InstanceReturned, InstanceStarted, LinkTotal

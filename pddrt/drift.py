@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pddrt.env import Env
-from pddrt.roles.node import Instance
+from pddrt.roles.instance import Instance
 from pddrt.trace import Accepted, CacheSampled, Event
 from pddrt.types import Role
 

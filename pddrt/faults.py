@@ -26,18 +26,15 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    GetCoreSchemaHandler,
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from pddrt import trace
 from pddrt.document import Problem
 from pddrt.messages import MESSAGES
-from pddrt.sections import Allowed, Section, unknown_name
+from pddrt.sections import Allowed, ByKey, Section, unknown_name
 from pddrt.trace import Event
 from pddrt.types import Ns
 from pddrt.units import (
@@ -412,22 +409,6 @@ class UnknownFault(Section):
     do: Annotated[str, AfterValidator(_known_effect), Allowed(" | ".join(KINDS))]
 
 
-def _do_tag(value: Any) -> str:
-    do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
-    kind = KINDS.get(do, UnknownFault) if isinstance(do, str) else UnknownFault
-    return f"<{kind.__name__}>"
-
-
-class _ByDo:
-    """Marker of the union below: validates by `do`, and lets `UnknownFault` complain of it."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        unknown = Annotated[UnknownFault, Tag("<UnknownFault>")]
-        return handler.generate_schema(Annotated[source | unknown, Discriminator(_do_tag)])
-
-
 def _a_mapping(value: Any) -> Any:
     if not isinstance(value, (dict, Fault)):
         raise ValueError(f"found {shown(value)}; allowed: {_ENTRY}")
@@ -435,6 +416,7 @@ def _a_mapping(value: Any) -> Any:
 
 
 _ENTRY = "a mapping with do, and at, rate or on"
+_BY_DO = ByKey("do", KINDS, UnknownFault)
 
 if TYPE_CHECKING:
     _OneOf = Fault
@@ -442,7 +424,10 @@ else:
     _OneOf = Union[tuple(Annotated[k, Tag(f"<{k.__name__}>")] for k in KINDS.values())]  # noqa: UP007
 
 FaultPlan = Annotated[
-    tuple[Annotated[_OneOf, _ByDo(), BeforeValidator(_a_mapping), Allowed(_ENTRY)], ...],
+    tuple[
+        Annotated[_OneOf, _BY_DO, BeforeValidator(_a_mapping), Allowed(_ENTRY)],
+        ...,
+    ],
     Field(strict=False, max_length=1000),
     Allowed("a list of faults"),
 ]

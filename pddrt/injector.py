@@ -30,8 +30,9 @@ from pddrt.netem.faults import Impairment, NetFaults, Snare
 from pddrt.netem.net import Connection
 from pddrt.netem.stream import EmulatedNet, Outgoing, Stream
 from pddrt.roles.gateway import LEASE_GRACE
+from pddrt.roles.instance import Instance
 from pddrt.roles.load import Load
-from pddrt.roles.node import Instance, Node
+from pddrt.roles.node import Node
 from pddrt.roles.send import Sender
 from pddrt.trace import Event, FaultEnded, FaultInjected, FaultMissed, request_of
 from pddrt.types import SECOND

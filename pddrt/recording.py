@@ -78,8 +78,6 @@ class Recording:
     rows: dict[str, Json] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
-    rebuilt: bool = False
-    """Whether `summary` is computed from the events that there are."""
 
     @property
     def name(self) -> str:
@@ -188,7 +186,6 @@ class Recording:
         if total is not None and len(self.rows) < total:
             self.missing.append(f"{total - len(self.rows):,} of {total:,} requests are lost")
         if not self.summary:
-            self.rebuilt = True
             self.summary = json.loads(dumps(summary(recorder, *slos, {})))
             if self.counts:
                 seen = f"{len(recorder.requests):,} of {len(self.rows):,} requests"

@@ -47,7 +47,7 @@ from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.prompts import Framing
 from pddrt.roles.attempts import Recovery
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
 from pddrt.simloop import Deadlock, SimLoop
 from pddrt.summary import SCHEMA, request_json, spread, summary

@@ -26,7 +26,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from pddrt.document import Document, Keys, Problem
@@ -98,6 +105,28 @@ class Checked(Generic[Model]):
             and all(key in ("*", part) for key, part in zip(keys, lost, strict=False))
             for lost in self.lost
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ByKey:
+    """Marker of a union of sections: the one of `kinds` that `key` names is what a value is checked
+    against; `unknown`, of which none is valid, complains of any other name, and of that alone.
+    """
+
+    key: str
+    kinds: Mapping[str, type[Section]]
+    unknown: type[Section]
+
+    def _tag(self, value: Any) -> str:
+        name = value.get(self.key) if isinstance(value, dict) else getattr(value, self.key, None)
+        kind = self.kinds.get(name, self.unknown) if isinstance(name, str) else self.unknown
+        return f"<{kind.__name__}>"
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        unknown: Any = Annotated[self.unknown, Tag(f"<{self.unknown.__name__}>")]
+        return handler.generate_schema(Annotated[source | unknown, Discriminator(self._tag)])
 
 
 def check(

@@ -15,15 +15,13 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
     Tag,
     model_serializer,
     model_validator,
 )  # fmt: skip
-from pydantic_core import CoreSchema
 
 from pddrt.hitrate import AGENTS, INTERVALS
-from pddrt.sections import Allowed, Later, Section, unknown_name
+from pddrt.sections import Allowed, ByKey, Later, Section, unknown_name
 from pddrt.units import Duration, Frequency
 
 PROMPT_OUTPUT_TOKENS = 128
@@ -248,27 +246,11 @@ _KINDS: dict[str, type[Section]] = {
 }  # fmt: skip
 
 
-def _kind_tag(value: Any) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    known = _KINDS.get(kind, UnknownKind) if isinstance(kind, str) else UnknownKind
-    return f"<{known.__name__}>"
-
-
-class _ByKind:
-    """Marker of the union below: validates by kind, and lets `UnknownKind` complain of the kind."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        unknown = Annotated[UnknownKind, Tag("<UnknownKind>")]
-        return handler.generate_schema(Annotated[source | unknown, Discriminator(_kind_tag)])
-
-
 Workload = Annotated[
     Annotated[Sessions, Tag("<Sessions>")]
     | Annotated[Poisson, Tag("<Poisson>")]
     | Annotated[Closed, Tag("<Closed>")]
     | Annotated[Trace, Tag("<Trace>")],
-    _ByKind(),
+    ByKey("kind", _KINDS, UnknownKind),
     Allowed("a mapping with kind: sessions | poisson | closed | trace"),
 ]

@@ -28,7 +28,7 @@ from pddrt.policy.handoff import OneShot
 from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Pdd, Policy
 from pddrt.roles.attempts import Recovery
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.simloop import SimLoop
 from pddrt.trace import Event, Rerouted, Retried, Trace, request_of
 from pddrt.types import MS, SECOND, US, KVLayout, Ns, Run, Sampling, Span

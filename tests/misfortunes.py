@@ -24,7 +24,7 @@ from pddrt.messages import Manifest, prompt_digest
 from pddrt.netem.faults import NetFaults
 from pddrt.netem.net import Connection
 from pddrt.netem.stream import EmulatedNet
-from pddrt.roles.node import Instance
+from pddrt.roles.instance import Instance
 from pddrt.roles.receive import Decoding, Receiver
 from pddrt.roles.send import Sender
 from pddrt.types import MS, Sampling

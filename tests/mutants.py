@@ -25,7 +25,8 @@ from pddrt.roles.answer import Answer
 from pddrt.roles.client import Client
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import Gateway
-from pddrt.roles.node import Instance, Node
+from pddrt.roles.instance import Instance
+from pddrt.roles.node import Node
 from pddrt.roles.receive import Receiver
 from pddrt.roles.send import Sender
 from pddrt.roles.transfer import Lane

@@ -27,7 +27,7 @@ from pddrt.engine.sampling import draw
 from pddrt.engine.torch import TorchEngine
 from pddrt.env import Env
 from pddrt.metrics import RequestRecord
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.types import Ns, Sampling, Span
 from pddrt.workload import Session, Turn
 

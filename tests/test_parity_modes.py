@@ -39,7 +39,7 @@ from pddrt.metrics import RequestRecord
 from pddrt.policy.handoff import Adaptive, CatchUp, Decision, Facts, Follow, OneShot, Overlap
 from pddrt.policy.handoff import Policy as HandoffPolicy
 from pddrt.policy.route import Alone, Naive, Pdd, Policy, Prfaas, RelayOnly
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.types import MS, Ns, Role, Run, Sampling
 from pddrt.verify import EPS, judge
 from pddrt.workload import Session

@@ -36,9 +36,12 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Early:
+    """An id, and the digests of the answer before it and with it."""
+
     drawn: Drawn
     source: str
     after: int
+    with_it: int
 
 
 class Answer:
@@ -59,8 +62,6 @@ class Answer:
         self.both_decode = False
         self.sole = ""
         """Where both did: whose ids alone are passed on from now on."""
-        self.dropped = 0
-        """Ids that followed something else."""
         self._chain = 0
         self._text = Detokenizer(tokenizer)
         self._shown = StopText(stop)
@@ -101,9 +102,11 @@ class Answer:
         be passed on now, to the end of the answer at most. Raises BadFrame.
         """
         for position, one in enumerate(drawn, start):
+            with_it = chain([one.token], after)
             if self.next <= position < self.longest:
-                self._early.setdefault(position, []).append(_Early(one, source, after))
-            after = chain([one.token], after)
+                early = _Early(one, source, after, with_it)
+                self._early.setdefault(position, []).append(early)
+            after = with_it
         while self.next in self._early:
             found = self._choose(self._early.pop(self.next))
             if found is None:
@@ -120,13 +123,12 @@ class Answer:
                 return candidate
             if not self.both_decode:
                 raise BadFrame(f"an id of {candidate.source} at {self.next} follows other ids")
-            self.dropped += 1
         return None
 
     def _pass_on(self, found: _Early) -> Passed:
         position, token = self.next, found.drawn.token
         self.ids.append(token)
-        self._chain = chain([token], self._chain)
+        self._chain = found.with_it
         self.last_maker = found.source
         reason = finish(self.limits, position, token)
         text = "" if reason == "stop" else self._text.push(token)

@@ -33,7 +33,7 @@ from pddrt.protocol import (
     SendIds,
     State,
 )
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.roles.receive import Decoding, Receiver
 from pddrt.sched import Outcome, SequenceState
 from pddrt.trace import (
@@ -130,8 +130,7 @@ class Decoder(Receiver):
         request, main = frame["request"], frame["main"]
         entry = self._entries.get(request)
         if entry is None or not isinstance(entry.side, RelaySide):
-            about = {"request": request, "by": self.name}
-            self.post(conn.peer, "failed", b"", **about, detail=f"{self.name} has let it go")
+            self.tell_failed(conn.peer, request, f"{self.name} has let it go")
             return
         if conn.peer != entry.manifest.gateway:
             raise BadFrame(f"{conn.peer} is not its gateway")

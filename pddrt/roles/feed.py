@@ -17,7 +17,7 @@ from pddrt.errors import ConnectionLost
 from pddrt.frames import Frame
 from pddrt.messages import Limits, pack_logprobs
 from pddrt.netem.net import Connection, Net
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.roles.solo import Solo
 from pddrt.roles.transfer import Lane, Transfer
 from pddrt.sched import SequenceState

@@ -96,36 +96,29 @@ class Gateway(Rescue):
             if stream.client != conn.peer:  # else it has come twice
                 self._tell_end(conn.peer, request, "rejected", "a request of that id is under way")
             return
+        try:
+            self._enter(conn.peer, frame)
+        except (BadInput, NoRoute) as refusal:
+            self._tell_end(conn.peer, request, "rejected", str(refusal))
+
+    def _enter(self, client: str, frame: Frame) -> None:
+        """Raises BadInput or NoRoute, whose text is for the client, where it cannot."""
+        request, session = frame["request"], frame["session"]
         if AGAIN in request:
-            why = f"a request's id may not have {AGAIN!r} in it"
-            self._tell_end(conn.peer, request, "rejected", why)
-            return
-        try:
-            ids = self._prompt(frame)
-        except BadInput as error:
-            self._tell_end(conn.peer, request, "rejected", str(error))
-            return
-        sampling = Sampling.of(frame["sampling"])
+            raise BadInput(f"a request's id may not have {AGAIN!r} in it")
+        ids, sampling = self._prompt(frame), Sampling.of(frame["sampling"])
         limits = Limits.of(len(ids), frame["max_tokens"], self.eos_ids, sampling)
-        if refusal := self.outlook.refusal(limits):
-            self._tell_end(conn.peer, request, "rejected", refusal)
-            return
         pools = sum(i.kv_tokens for i in self.instances.values())
-        if refusal := self.door.refusal(limits.kv_tokens, pools):
-            self._tell_end(conn.peer, request, "rejected", refusal)
-            return
+        refusal = self.outlook.refusal(limits) or self.door.refusal(limits.kv_tokens, pools)
+        if refusal:
+            raise NoRoute(refusal)
         facts = self.outlook.facts(self.env.now(), ids, limits.max_tokens, self.reachable)
-        try:
-            route = self.policy.route(facts)
-        except NoRoute as no_route:
-            self._tell_end(conn.peer, request, "rejected", str(no_route))
-            return
-        session = frame["session"]
+        route = self.policy.route(facts)
         route = self.sparing.routed(request, session, route, facts, ids)
         due = self.env.now() + self.deadline
         deadline = self.env.call_at(due, self.fail, request, "deadline exceeded")
         answer = Answer(limits, ids, self.tokenizer, sampling.stop)
-        stream = Stream(request, session, conn.peer, sampling, answer, due, deadline)
+        stream = Stream(request, session, client, sampling, answer, due, deadline)
         self._streams[request] = stream
         self.door.entered(self.env.now(), request, limits.kv_tokens)
         self.begin(stream, route, facts)

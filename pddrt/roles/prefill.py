@@ -22,9 +22,8 @@ class Prefill(Sender):
         """From the gateway: compute this prompt and feed these decoders."""
         request, ids = frame["request"], unpack_ids(frame.payload)
         sampling = Sampling.of(frame["sampling"])
-        if refusal := self._refusal(request, ids):
-            about = {"request": request, "detail": f"{self.name}: {refusal}", "by": self.name}
-            self.post(conn.peer, "failed", b"", **about)
+        if refusal := self.refusal(request, ids, len(ids)):
+            self.tell_failed(conn.peer, request, f"{self.name}: {refusal}")
             return
         entry = Prefilling(
             request=request,
@@ -41,15 +40,6 @@ class Prefill(Sender):
         )
         self._entries[request] = entry
         self.wait_for_memory(request, ids, len(ids), limit=len(ids) - 1)
-
-    def _refusal(self, request: str, ids: list[int]) -> str | None:
-        if self.here(request):
-            return "a request of that id is here already"
-        if not ids:
-            return "the prompt is empty"
-        if len(ids) > self.spec.kv_tokens:
-            return f"{len(ids)} tokens of KV can never fit into {self.spec.kv_tokens}"
-        return None
 
     def admitted(self, request: str, hit: int) -> None:
         if request in self._alone:
@@ -92,7 +82,6 @@ class Prefill(Sender):
         self.env.trace.emit(
             TokensMade(now, entry.request, self.name, self.letter, start, start + 1, (token,))
         )
-        self.keep(entry.request, entry.ids)
         self.keep(entry.request, entry.ids)
         ends = finish(entry.limits, start, token)
         if self.early_first_token or entry.unrelayed or ends:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pddrt.engine.base import Engine
 from pddrt.env import Env, Timer
 from pddrt.errors import BadFrame, PeerError
-from pddrt.frames import Frame, pack_ids, unpack_ids
-from pddrt.messages import Limits, Manifest, pack_logprobs, unpack_logprobs
+from pddrt.frames import Frame, unpack_ids
+from pddrt.messages import Limits, Manifest, unpack_logprobs
 from pddrt.netem.net import Connection, Net
 from pddrt.policy.handoff import Facts
 from pddrt.protocol import HANDS_OVER, Action, MainSide, RelaySide, State
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.roles.solo import Solo
 from pddrt.sched import SequenceState
 from pddrt.trace import KVReceived, KVWhole
@@ -214,16 +214,8 @@ class Receiver(Solo):
     def _deliver(
         self, entry: Decoding, position: int, drawn: Drawn, source: Letter, after: int
     ) -> None:
-        self.post(
-            entry.manifest.gateway,
-            "tokens",
-            pack_ids([drawn.token]),
-            request=entry.request,
-            start=position,
-            source=source,
-            after=after,
-            logprobs=pack_logprobs([drawn.logprobs]),
-        )
+        about = (entry.manifest.gateway, entry.request, position)
+        self.tell_token(*about, drawn, source, after)
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -253,8 +245,7 @@ class Receiver(Solo):
         answered. `by`: whose fault it is, where it is not our own.
         """
         if entry := self._entries.get(request):
-            about = {"request": request, "detail": detail, "by": by or self.name}
-            self.post(entry.manifest.gateway, "failed", b"", **about)
+            self.tell_failed(entry.manifest.gateway, request, detail, by)
             if entry.side.state is State.RECEIVING:
                 epoch = entry.manifest.epoch
                 self.post(entry.prefill, "refuse", request=request, epoch=epoch, reason=detail)

@@ -47,7 +47,11 @@ class Roster(Node):
         """Connects to the instances and waits until each has said what it is."""
         self._expected = tuple(peers)
         await super().dial(peers)
-        while len(self.instances) < len(peers):
+        await self._until(lambda: len(self.instances) >= len(peers))
+
+    async def _until(self, so: Callable[[], bool]) -> None:
+        """Returns when it is `so`; looks whenever an instance is introduced or gone."""
+        while not so():
             self._introduced.clear()
             await self._introduced.wait()
 
@@ -55,18 +59,14 @@ class Roster(Node):
 
     async def meet(self, peer: str) -> None:
         """From now on `peer`, which listens, may get requests. That it left may be news yet."""
-        while peer in self.instances:
-            self._introduced.clear()
-            await self._introduced.wait()
+        await self._until(lambda: peer not in self.instances)
         if peer not in self._expected:
             self._expected = (*self._expected, peer)
         try:
             await super().dial([peer])
         except ConnectionLost:  # it has stopped already; perhaps it starts again
             self.redial([peer])
-        while peer not in self.instances:
-            self._introduced.clear()
-            await self._introduced.wait()
+        await self._until(lambda: peer in self.instances)
         self._retired.discard(peer)
 
     def retire(self, peer: str) -> None:

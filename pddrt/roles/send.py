@@ -36,10 +36,10 @@ from pddrt.engine.base import Engine
 from pddrt.env import Env
 from pddrt.errors import BadFrame, ConnectionLost, PeerError
 from pddrt.frames import Frame, pack_ids
-from pddrt.messages import Manifest, pack_logprobs, prompt_digest
+from pddrt.messages import Manifest, prompt_digest
 from pddrt.netem.net import Connection, Net
 from pddrt.roles.feed import Feeder, Prefilling
-from pddrt.roles.node import InstanceSpec
+from pddrt.roles.instance import InstanceSpec
 from pddrt.roles.transfer import Transfer
 from pddrt.trace import TransferCancelled, request_of
 from pddrt.types import SECOND, Drawn, Ns
@@ -87,8 +87,7 @@ class Sender(Feeder):
     def fail(self, request: str, detail: str) -> None:
         entry = self._entries.get(request)
         if entry is not None:
-            about = {"request": request, "detail": detail, "by": self.name}
-            self.post(entry.gateway, "failed", b"", **about)
+            self.tell_failed(entry.gateway, request, detail)
             self._end(entry)
         else:
             super().fail(request, detail)
@@ -103,14 +102,12 @@ class Sender(Feeder):
         entry = self._entries.get(frame["request"])
         if entry is None or conn.peer != entry.gateway:
             return
-        to_main = next((t for t in entry.transfers if t.dst == entry.main and not t.over), None)
-        if not frame["answered"] or to_main is None or not self.spec.main_caching:
+        crossing = any(t.dst == entry.main and not t.over for t in entry.transfers)
+        if not frame["answered"] or not crossing or not self.spec.main_caching:
             self._end(entry)
             return
         entry.answered = True
-        for transfer in entry.transfers:
-            if transfer is not to_main and not transfer.over:
-                self._cancel(entry, transfer)
+        self._cancel_to(entry, *(t.dst for t in entry.transfers if t.dst != entry.main))
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         super().peer_lost(conn, error)
@@ -127,9 +124,7 @@ class Sender(Feeder):
         """This request cannot go to `dst`. Who has everything does not need us any more."""
         if any(t.dst == dst and t.whole for t in entry.transfers):
             return
-        for transfer in entry.transfers:
-            if transfer.dst == dst and not transfer.over:
-                self._cancel(entry, transfer)
+        self._cancel_to(entry, dst)
         if entry.answered:
             self._end(entry)
         elif dst == entry.main or (dst == entry.relay and not entry.unrelayed):
@@ -145,9 +140,7 @@ class Sender(Feeder):
         if entry is None or entry.unrelayed or entry.main is None:
             return
         entry.unrelayed, entry.held = True, False
-        for transfer in entry.transfers:
-            if transfer.dst == entry.relay and not transfer.over:
-                self._cancel(entry, transfer)
+        self._cancel_to(entry, entry.relay)
         if entry.first is not None:
             self.tell_first(entry, entry.first)
         if entry.seq is not None and entry.going_to(entry.main) is None:
@@ -159,9 +152,7 @@ class Sender(Feeder):
         entry = self._sought(conn, frame)
         if entry is None:
             return
-        for transfer in entry.transfers:
-            if transfer.dst == entry.main and not transfer.over:
-                self._cancel(entry, transfer)
+        self._cancel_to(entry, entry.main)
         entry.main, entry.held = frame["main"], False
         if entry.main is not None and any(t.admitted for t in entry.transfers):
             self._begin_transfer(entry, entry.main)
@@ -171,24 +162,15 @@ class Sender(Feeder):
         """The request that the gateway counts on; it is told where there is none."""
         entry = self._entries.get(frame["request"])
         if entry is None:
-            about = {"request": frame["request"], "by": self.name}
-            self.post(conn.peer, "failed", b"", **about, detail=f"{self.name} has let it go")
+            self.tell_failed(conn.peer, frame["request"], f"{self.name} has let it go")
         elif conn.peer != entry.gateway:
             raise BadFrame(f"{conn.peer} is not its gateway")
         return entry
 
     def tell_first(self, entry: Prefilling, first: Drawn) -> None:
         """The first id goes to the gateway directly."""
-        self.post(
-            entry.gateway,
-            "tokens",
-            pack_ids([first.token]),
-            request=entry.request,
-            start=entry.limits.prompt_len,
-            source=self.letter,
-            after=0,
-            logprobs=pack_logprobs([first.logprobs]),
-        )
+        about = (entry.gateway, entry.request, entry.limits.prompt_len)
+        self.tell_token(*about, first, self.letter, after=0)
 
     def _end_if_done(self, entry: Prefilling) -> None:
         """Everybody has everything, and nobody will ask for more."""
@@ -199,9 +181,7 @@ class Sender(Feeder):
     def _end(self, entry: Prefilling) -> None:
         del self._entries[entry.request]
         entry.lease.cancel()
-        for transfer in entry.transfers:
-            if not transfer.over:
-                self._cancel(entry, transfer)
+        self._cancel_to(entry, *(t.dst for t in entry.transfers))
         self.give_back(entry.request)
 
     # -- transfers ---------------------------------------------------------------------------------
@@ -350,6 +330,12 @@ class Sender(Feeder):
             if any(t.conn is conn and not t.over for t in entry.transfers):
                 why = f"{self.name} lost {conn.peer}: {error}"
                 self._decoder_lost(entry, conn.peer, why)
+
+    def _cancel_to(self, entry: Prefilling, *decoders: str | None) -> None:
+        """Stops the transfers to these that are not over."""
+        for transfer in entry.transfers:
+            if transfer.dst in decoders and not transfer.over:
+                self._cancel(entry, transfer)
 
     def _cancel(self, entry: Prefilling, transfer: Transfer, word: str = "withdraw") -> None:
         """Stops a transfer. The decoder is told on the stream that carried the offer, so that it

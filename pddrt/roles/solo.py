@@ -11,6 +11,7 @@ are known to this class only, and those of its subclasses only to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
@@ -19,10 +20,10 @@ from pddrt.errors import PeerError
 from pddrt.frames import Frame, pack_ids, unpack_ids
 from pddrt.messages import Limits, chain, finish, pack_logprobs
 from pddrt.netem.net import Connection, Net
-from pddrt.roles.node import Instance, InstanceSpec
+from pddrt.roles.instance import Instance, InstanceSpec
 from pddrt.sched import Batch, Outcome, SequenceState
 from pddrt.trace import PrefillEnded, PrefillStarted, TokensMade
-from pddrt.types import Sampling
+from pddrt.types import Drawn, Letter, Sampling
 
 
 @dataclass(slots=True)
@@ -57,16 +58,8 @@ class Solo(Instance):
         request, ids = frame["request"], unpack_ids(frame.payload)
         sampling = Sampling.of(frame["sampling"])
         limits = Limits.of(len(ids), frame["max_tokens"], self.eos_ids, sampling)
-        refusal = ""
-        if self.here(request):
-            refusal = "a request of that id is here already"
-        elif not ids:
-            refusal = "the prompt is empty"
-        elif limits.kv_tokens > self.spec.kv_tokens:
-            refusal = f"{limits.kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
-        if refusal:
-            about = {"request": request, "detail": f"{self.name}: {refusal}", "by": self.name}
-            self.post(conn.peer, "failed", b"", **about)
+        if refusal := self.refusal(request, ids, limits.kv_tokens):
+            self.tell_failed(conn.peer, request, f"{self.name}: {refusal}")
             return
         self._alone[request] = Serving(
             request=request,
@@ -86,9 +79,41 @@ class Solo(Instance):
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind in ("prefill", "generate"):
-            self.post(conn.peer, "failed", request=request, detail=detail, by=self.name)
+            self.tell_failed(conn.peer, request, detail)
         else:
             super().blame(conn, frame, request, detail)
+
+    # -- what every request of an instance needs ---------------------------------------------------
+
+    def refusal(self, request: str, ids: Sequence[int], kv_tokens: int) -> str | None:
+        """Why a prompt that needs so many tokens of KV here is not taken; None if it is."""
+        if self.here(request):
+            return "a request of that id is here already"
+        if not ids:
+            return "the prompt is empty"
+        if kv_tokens > self.spec.kv_tokens:
+            return f"{kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
+        return None
+
+    def tell_failed(self, gateway: str, request: str, detail: str, by: str = "") -> None:
+        """This request cannot go on here. `by`: whose fault it is, where it is not our own."""
+        about = {"request": request, "detail": detail, "by": by or self.name}
+        self.post(gateway, "failed", b"", **about)
+
+    def tell_token(
+        self, gateway: str, request: str, position: int, drawn: Drawn, source: Letter, after: int
+    ) -> None:
+        """The id at `position`, made by `source` behind ids with the digest `after`."""
+        self.post(
+            gateway,
+            "tokens",
+            pack_ids([drawn.token]),
+            request=request,
+            start=position,
+            source=source,
+            after=after,
+            logprobs=pack_logprobs([drawn.logprobs]),
+        )
 
     # -- steps; subclasses ask here for the requests that they do not know -------------------------
 
@@ -117,16 +142,8 @@ class Solo(Instance):
             self.env.trace.emit(PrefillEnded(now, entry.request, self.name))
         made = (entry.request, self.name, self.letter, position, position + 1, (token,))
         self.env.trace.emit(TokensMade(now, *made))
-        self.post(
-            entry.gateway,
-            "tokens",
-            pack_ids([token]),
-            request=entry.request,
-            start=position,
-            source=self.letter,
-            after=entry.chain,
-            logprobs=pack_logprobs([drawn.logprobs]),
-        )
+        about = (entry.gateway, entry.request, position)
+        self.tell_token(*about, drawn, self.letter, entry.chain)
         if position == start:
             self.keep(entry.request, entry.ids[: self.memory.whole(start)])
         entry.chain = chain([token], entry.chain)
@@ -143,7 +160,7 @@ class Solo(Instance):
 
     def fail(self, request: str, detail: str) -> None:
         if entry := self._alone.get(request):
-            self.post(entry.gateway, "failed", request=request, detail=detail, by=self.name)
+            self.tell_failed(entry.gateway, request, detail)
             self._end_alone(entry)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
