@@ -52,16 +52,15 @@ from pddrt import profiles, sections
 from pddrt.chips import CHIPS, ModelShape, chip_cost, figures_cost
 from pddrt.document import Document
 from pddrt.engine.base import Engine
-from pddrt.engine.model import ModelEngine
 from pddrt.engine.models import LoadedModel, Progress, load
 from pddrt.engine.outline import Outline, outline
 from pddrt.env import Env, LagMeter, VirtualEnv, WallEnv
 from pddrt.errors import BadInput, Interrupted, RunFailed
 from pddrt.fields import MEASURED, ChipField, Dtype, Figures, StepTime, Tokens
 from pddrt.frames import MAX_PAYLOAD
+from pddrt.hosting import engine_for, net_for, new_loop, provenance, signals_to
 from pddrt.netem.net import LinkSpec, LinkStats, Net, Topology
 from pddrt.roles.bench import AWAY, CROSS, MAIN, RELAY, CrossEnd, Held, MainEnd, RelayEnd, step
-from pddrt.run import net_for, new_loop, provenance, signals_to
 from pddrt.sections import Allowed, Section
 from pddrt.summary import spread
 from pddrt.trace import Seconds, Trace
@@ -228,6 +227,7 @@ class Bench:
         """Loads the model. Raises CannotRun (model, device), BadInput (more than it can take)."""
         s = self.setting
         self._model: LoadedModel | Outline
+        self._cost: StepCost | None = None
         if s.modelled:
             self._model = outline(s.model, s.dtype, progress)
             self._cost = s.step_cost(self._model.shape)
@@ -373,28 +373,15 @@ class Bench:
         return int(config.vocab_size)
 
     def _engine(self, env: Env, name: str) -> Engine:
-        s, model = self.setting, self._model
-        slots = s.context + s.tokens
-        if isinstance(model, Outline):
-            return ModelEngine(
-                env,
-                model.layout,
-                slots,
-                vocab=model.vocab_size,
-                max_context=model.max_context,
-                step_cost=self._cost,
-            )
-        from pddrt.engine.torch import TorchEngine
-
-        return TorchEngine(
-            model.module,
-            model.layout,
-            slots,
+        s, slots = self.setting, self.setting.context + self.setting.tokens
+        return engine_for(
             env,
-            max_context=model.max_context,
+            self._model,
+            slots,
+            name=name,
             device=s.device,
             threads=s.threads,
-            name=name,
+            cost=self._cost,
         )
 
     # -- what came of it ---------------------------------------------------------------------------

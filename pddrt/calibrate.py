@@ -13,8 +13,8 @@ from statistics import median
 
 from pddrt.engine.models import LoadedModel, Progress, load
 from pddrt.env import Stopwatch, WallEnv
+from pddrt.hosting import cpu_name
 from pddrt.profiles import Sample, Shape, StepProfile, fit
-from pddrt.run import cpu_name
 from pddrt.trace import Trace
 from pddrt.types import Run, Sampling, Span
 

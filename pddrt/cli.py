@@ -55,15 +55,25 @@ def root(
     pass
 
 
+# What several commands take; typer reads it at run time.
+ScenarioFile = Annotated[
+    str, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False)
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False)
+]
+Clock = Annotated[
+    str | None,
+    typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
+]
+
+
 # -- run -------------------------------------------------------------------------------------------
 
 
 @app.command(short_help="Run a scenario: texts as they come, then numbers.")
 def run(
-    scenario: Annotated[
-        str,
-        typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False),
-    ],
+    scenario: ScenarioFile,
     set_: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads this at run time
         typer.Option(
@@ -73,14 +83,8 @@ def run(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False),
-    ] = None,
-    clock: Annotated[
-        str | None,
-        typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
-    ] = None,
+    seed: Seed = None,
+    clock: Clock = None,
     out: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Run folder; default runs/NAME-TIME.", show_default=False),
@@ -159,10 +163,7 @@ def _run(
 
 @app.command(short_help="One scenario under several policies or settings, side by side.")
 def compare(
-    scenario: Annotated[
-        str,
-        typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False),
-    ],
+    scenario: ScenarioFile,
     policies: Annotated[
         str | None,
         typer.Option(
@@ -194,14 +195,8 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False),
-    ] = None,
-    clock: Annotated[
-        str | None,
-        typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
-    ] = None,
+    seed: Seed = None,
+    clock: Clock = None,
     repeat: Annotated[
         int, typer.Option(metavar="N", help="Rounds under the wall clock, to see its noise.")
     ] = 1,

@@ -42,7 +42,8 @@ from pddrt.contrast import (
 )
 from pddrt.document import Document
 from pddrt.errors import BadInput, Interrupted, PddrtError, RunFailed
-from pddrt.run import Run, free_folder, signals_to, writing
+from pddrt.hosting import free_folder, signals_to, writing
+from pddrt.run import Run
 from pddrt.scenario import Scenario, validated
 from pddrt.sections import unknown_name
 from pddrt.trace import Event, Finished, dumps

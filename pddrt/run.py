@@ -16,27 +16,32 @@ given back, what was measured is saved. A second one ends it at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import platform
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pddrt import __version__, handoffs
+from pddrt import handoffs
 from pddrt.chips import ModelShape
 from pddrt.deployment import Change, Deployment, Rules
 from pddrt.engine.base import Engine
-from pddrt.engine.model import ModelEngine, oracle
+from pddrt.engine.model import oracle
 from pddrt.engine.models import LoadedModel, Progress, load, load_tokenizer
 from pddrt.engine.outline import Outline, outline, outline_tokenizer
 from pddrt.engine.tokens import Tokenizer
-from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv, wall_stamp
+from pddrt.env import Env, LagMeter, Stopwatch, VirtualEnv, WallEnv
 from pddrt.errors import BadInput, CannotRun, Interrupted, RunFailed
+from pddrt.hosting import (
+    cores,
+    engine_for,
+    free_folder,
+    net_for,
+    new_loop,
+    provenance,
+    signals_to,
+    writing,
+)
 from pddrt.injector import Injector, faulty_engines, local_clocks
 from pddrt.invariants import Monitor, Violation
 from pddrt.kv.pages import PoolCorrupt
@@ -49,17 +54,15 @@ from pddrt.prompts import Framing
 from pddrt.roles.attempts import Recovery
 from pddrt.roles.instance import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
-from pddrt.simloop import Deadlock, SimLoop
+from pddrt.simloop import Deadlock
 from pddrt.summary import SCHEMA, request_json, spread, summary
 from pddrt.trace import Event, FaultInjected, FaultMissed, RunStarted, Seconds, Trace, dumps
-from pddrt.types import MS, SECOND, Ns
+from pddrt.types import SECOND, Ns
 from pddrt.workload import Session, Turn, plan, plan_one
 from pddrt.workload_fields import Trace as TraceWorkload
 
 INTERRUPT_TIME: Ns = 5 * SECOND
 """How long a gentle end may take after the first SIGINT."""
-LATE_LIMIT: Ns = 5 * MS
-"""Above this p99 of (sent - due) on any link, a wall-clock run is marked `degraded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Run:
         """`verify`: after the run, every answer is judged by the token oracle (`pddrt.verify`)."""
         self.scenario = scenario
         self._verifies = verify
-        self.instances = scenario.resolved(_cores())
+        self.instances = scenario.resolved(cores())
         self._prompt = prompt
         self.folder = free_folder(out, scenario.name)
         self.recorder = Recorder({i.name: i.role for i in self.instances})
@@ -251,7 +254,7 @@ class Run:
                 for old in ("requests.jsonl", "summary.json"):
                     (self.folder / old).unlink(missing_ok=True)
                 (self.folder / "scenario.yaml").write_text(
-                    self.scenario.dump(_cores()), encoding="utf-8"
+                    self.scenario.dump(cores()), encoding="utf-8"
                 )
                 for instance in self.instances:
                     if instance.profile is not None:
@@ -265,7 +268,7 @@ class Run:
             for listener in self._listeners + checks:
                 self.trace.listen(listener)
             try:
-                with asyncio.Runner(loop_factory=self._new_loop) as runner:
+                with asyncio.Runner(loop_factory=partial(new_loop, self.scenario.clock)) as runner:
                     runner.run(self._main())
             except (Deadlock, PoolCorrupt) as error:
                 self._fail(error)
@@ -288,9 +291,6 @@ class Run:
         """A run whose events cannot be kept is not worth going on with."""
         if self.trace.error is not None and not self._interrupted:
             self._interrupt()
-
-    def _new_loop(self) -> asyncio.AbstractEventLoop:
-        return new_loop(self.scenario.clock)
 
     async def _main(self) -> None:
         virtual = self.scenario.clock == "virtual"
@@ -389,31 +389,21 @@ class Run:
 
     def _engine(self, env: Env, instance: ResolvedInstance, spec: InstanceSpec) -> Engine:
         model = self._model(instance)
+        vocab = None
         if isinstance(model, Outline):
-            cost = instance.step_cost(model.shape)
-            assert cost is not None, "a modelled step has no time of its own"
-            return ModelEngine(
-                env,
-                model.layout,
-                spec.kv_tokens,
-                vocab=self._vocab(model),
-                max_context=model.max_context,
-                step_cost=cost,
-                eos_ids=frozenset(model.eos_ids),
-            )
-        from pddrt.engine.torch import TorchEngine
-
-        shape = ModelShape.from_config(model.module.config.to_dict(), instance.dtype)
-        return TorchEngine(
-            model.module,
-            model.layout,
-            spec.kv_tokens,
+            shape, vocab = model.shape, self._vocab(model)
+        else:
+            shape = ModelShape.from_config(model.module.config.to_dict(), instance.dtype)
+        return engine_for(
             env,
-            max_context=model.max_context,
+            model,
+            spec.kv_tokens,
+            name=spec.name,
             device=instance.device,
             threads=instance.threads,
-            step_cost=instance.step_cost(shape),
-            name=spec.name,
+            cost=instance.step_cost(shape),
+            vocab=vocab,
+            eos_ids=model.eos_ids,
         )
 
     def _vocab(self, model: Outline) -> int:
@@ -450,7 +440,7 @@ class Run:
         from pddrt.engine.reference import Reference
 
         passes = {
-            dtype: Reference(model.module, threads=_cores())
+            dtype: Reference(model.module, threads=cores())
             for (dtype, _), model in self._models.items()
             if isinstance(model, LoadedModel)
         }
@@ -494,122 +484,8 @@ class Run:
         return provenance(model, threads, self.scenario.clock == "virtual", late)
 
 
-def provenance(
-    model: LoadedModel | Outline, threads: Mapping[str, int], virtual: bool, late: Ns
-) -> dict[str, Any]:
-    """What ran where, and whether this machine kept the network's times: `late` is the p99 of
-    (sent - due) on the worst link.
-    """
-    return {
-        "versions": {
-            "pddrt": __version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "uvloop")},
-        },
-        "machine": {"system": platform.platform(), "cores": _cores(), "cpu": cpu_name()},
-        "threads": dict(threads),
-        "model": {
-            "name": model.name,
-            "fingerprint": model.fingerprint,
-            "parameters": model.parameters,
-        },
-        "fidelity": {
-            "verdict": "exact" if virtual else "ok" if late <= LATE_LIMIT else "degraded",
-            "late_p99_s": Seconds(late),
-            "limit_s": Seconds(LATE_LIMIT),
-        },
-    }
-
-
-@contextlib.contextmanager
-def signals_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM call `callback`, between any two instructions of this thread."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(s, lambda *_: callback()) for s in signals]
-    try:
-        yield
-    finally:
-        for s, handler in zip(signals, previous, strict=True):
-            signal.signal(s, handler)
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotRun(f"cannot write the run folder {folder}: {error.strerror}") from None
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_folder(
-    out: Path | None, name: str, mark: str = "scenario.yaml", what: str = "run"
-) -> Path:
-    """The folder to write to. One that holds something, but no file `mark`, is refused."""
-    if out is None:
-        base = Path("runs") / f"{name}-{wall_stamp()}"
-        folder, number = base, 2
-        while folder.exists():
-            folder, number = base.with_name(f"{base.name}-{number}"), number + 1
-        return folder
-    try:
-        there = next(p for p in (out, *out.parents) if p.exists())
-        taken = there == out and out.is_dir() and any(out.iterdir())
-    except OSError as error:
-        raise BadInput(f"--out {out}: {error.strerror}") from None
-    if not there.is_dir():
-        raise BadInput(f"--out {out}: found a file, {there}; allowed: a folder")
-    if taken and not (out / mark).exists():
-        raise BadInput(
-            f"--out {out}: found something that is not a {what}; allowed: a new or empty folder, "
-            f"or that of an older {what}"
-        )
-    return out
-
-
-def new_loop(clock: str) -> asyncio.AbstractEventLoop:
-    if clock == "virtual":
-        return SimLoop()  # type: ignore[abstract]
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
 def _anomaly(scenario: Scenario) -> Anomaly | None:
     rule = scenario.anomaly
     if rule is None:
         return None
     return Anomaly(rule.input_above, rule.output_below, rule.share, rule.guess)
-
-
-def net_for(env: Env, topology: Topology) -> Net:
-    """In memory under the virtual clock, over sockets on the wall clock."""
-    if env.virtual:
-        from pddrt.netem.simnet import SimNet
-
-        return SimNet(env, topology)
-    from pddrt.netem.tcpnet import TcpNet
-
-    return TcpNet(env, topology)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -71,6 +71,7 @@ LAYERS = {
         "scenario",
         "pipelines",
         "run",
+        "hosting",
         "compare",
         "verify",
         "calibrate",
