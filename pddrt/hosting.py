@@ -30,9 +30,10 @@ LATE_LIMIT: Ns = 5 * MS
 """Above this p99 of (sent - due) on any link, a wall-clock run is marked `degraded`."""
 
 
-def new_loop(clock: str) -> asyncio.AbstractEventLoop:
+def new_loop(clock: str, shuffle: int | None = None) -> asyncio.AbstractEventLoop:
+    """`shuffle`: a seed for the order of what the virtual clock has due at one instant."""
     if clock == "virtual":
-        return SimLoop()  # type: ignore[abstract]
+        return SimLoop(shuffle)  # type: ignore[abstract]
     import uvloop
 
     return uvloop.new_event_loop()

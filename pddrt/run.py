@@ -99,10 +99,14 @@ class Run:
         out: Path | None = None,
         prompt: str | None = None,
         verify: bool = False,
+        shuffle: int | None = None,
     ) -> None:
-        """`verify`: after the run, every answer is judged by the token oracle (`pddrt.verify`)."""
+        """`verify`: after the run, every answer is judged by the token oracle (`pddrt.verify`).
+        `shuffle`: see `hosting.new_loop`; no token may depend on it.
+        """
         self.scenario = scenario
         self._verifies = verify
+        self._shuffle = shuffle
         self.instances = scenario.resolved(cores())
         self._prompt = prompt
         self.folder = free_folder(out, scenario.name)
@@ -267,8 +271,9 @@ class Run:
             checks: list[Callable[[Event], None]] = [self.monitor, self._stop_if_unsaved]
             for listener in self._listeners + checks:
                 self.trace.listen(listener)
+            loop = partial(new_loop, self.scenario.clock, self._shuffle)
             try:
-                with asyncio.Runner(loop_factory=partial(new_loop, self.scenario.clock)) as runner:
+                with asyncio.Runner(loop_factory=loop) as runner:
                     runner.run(self._main())
             except (Deadlock, PoolCorrupt) as error:
                 self._fail(error)

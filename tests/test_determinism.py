@@ -8,7 +8,6 @@ tokens may not.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -21,7 +20,6 @@ import pytest
 
 from pddrt.run import Run
 from pddrt.scenario import parse
-from pddrt.simloop import SimLoop
 
 SCENARIO = """
 name: repeated
@@ -57,12 +55,8 @@ for seed in seeds:
 
 def run(out: Path, engine: str, seed: int, shuffle: int | None = None) -> Path:
     """Runs the scenario; the folder that it leaves."""
-
-    class Shuffled(Run):
-        def _new_loop(self) -> asyncio.AbstractEventLoop:
-            return SimLoop(shuffle)
-
-    the_run = Shuffled(parse(SCENARIO, "repeated.yaml", ENGINE[engine], seed=seed), out=out)
+    scenario = parse(SCENARIO, "repeated.yaml", ENGINE[engine], seed=seed)
+    the_run = Run(scenario, out=out, shuffle=shuffle)
     the_run.prepare()
     the_run.execute().raise_for_status()
     return out
