@@ -224,7 +224,7 @@ def test_imports_make_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("libraries", "places"), ONLY_IN.items(), ids=lambda value: str(value)[:40]
+    ("libraries", "places"), ONLY_IN.items(), ids=[names[0] for names in ONLY_IN]
 )
 def test_a_library_stays_in_its_place(libraries: tuple[str, ...], places: set[str]) -> None:
     none_of(
