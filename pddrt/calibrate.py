@@ -13,6 +13,7 @@ from statistics import median
 
 from pddrt.engine.models import LoadedModel, Progress, load
 from pddrt.env import Stopwatch, WallEnv
+from pddrt.errors import CannotRun, EngineFailed
 from pddrt.hosting import cpu_name
 from pddrt.profiles import Sample, Shape, StepProfile, fit
 from pddrt.trace import Trace
@@ -89,12 +90,15 @@ async def _measure(
         await engine.start()
         for number, shape in enumerate(wanted):
             spans = _spans(shape)
-            await engine.step(spans)
-            times = []
-            for _ in range(rounds):
-                watch = Stopwatch()
+            try:
                 await engine.step(spans)
-                times.append(watch.elapsed())
+                times = []
+                for _ in range(rounds):
+                    watch = Stopwatch()
+                    await engine.step(spans)
+                    times.append(watch.elapsed())
+            except EngineFailed as error:
+                raise CannotRun(f"a step of {shape}: {error}") from None
             samples.append(Sample(shape, round(median(times)), rounds))
             if progress is not None:
                 progress(f"measuring {model.name}", (number + 1) / len(wanted))

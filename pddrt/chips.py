@@ -45,10 +45,15 @@ class Chip(Section):
     """
 
     flops: Compute
+    """Peak compute, dense, for the dtype that is run."""
     memory: PositiveSize
+    """Memory capacity."""
     bandwidth: PositiveRate
+    """Memory bandwidth."""
     interconnect: PositiveRate | None = None
+    """Bandwidth to other chips, in each direction."""
     price: Annotated[float, Field(gt=0, le=1e9), Allowed("a number above 0")] | None = None
+    """Relative, per chip and hour."""
 
 
 def _chip(tflops: float, memory_gb: int, bandwidth_gb: int, interconnect_gb: int) -> Chip:

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
-from pddrt import __version__, bench_cli, netem_cli, report_cli
+from pddrt import __version__
+from pddrt.commands import bench as bench_cli
+from pddrt.commands import compare as compare_cli
+from pddrt.commands import inspect as inspect_cli
+from pddrt.commands import netem as netem_cli
+from pddrt.commands import report as report_cli
+from pddrt.commands import sweep as sweep_cli
+from pddrt.commands import watch as watch_cli
+from pddrt.commands.options import Clock, Repeat, ScenarioFile, Seed
 from pddrt.errors import BadInput, CannotRun, Interrupted, PddrtError
 
 if TYPE_CHECKING:
@@ -55,19 +63,6 @@ def root(
     pass
 
 
-# What several commands take; typer reads it at run time.
-ScenarioFile = Annotated[
-    str, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False)
-]
-Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="Override the scenario's seed.", show_default=False)
-]
-Clock = Annotated[
-    str | None,
-    typer.Option(metavar="wall|virtual", help="Override the clock.", show_default=False),
-]
-
-
 # -- run -------------------------------------------------------------------------------------------
 
 
@@ -85,6 +80,7 @@ def run(
     ] = None,
     seed: Seed = None,
     clock: Clock = None,
+    repeat: Repeat = 1,
     out: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Run folder; default runs/NAME-TIME.", show_default=False),
@@ -101,6 +97,27 @@ def run(
         bool,
         typer.Option("--verify", help="Judge every token by a plain pass of the model afterwards."),
     ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Refuse a link faster than this machine can keep, on the wall clock."
+        ),
+    ] = False,
+    dashboard: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off",
+            help="Draw the run while it is under way; auto: where stdout is a terminal.",
+        ),
+    ] = "auto",
+    pace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Under the virtual clock: X of its seconds in one of yours, to watch it.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print summary.json to stdout, and nothing else.")
     ] = False,
@@ -109,8 +126,31 @@ def run(
     decode, M main decode), then the numbers. All of it is saved in the run folder. Ctrl-C ends a
     run early and saves what there is.
     """
+    if repeat != 1:
+        from pddrt.commands.repeat import repeated
+
+        if dashboard == "on" or pace is not None:
+            raise BadInput("--repeat: is not for watching; allowed: without --dashboard on, --pace")
+        repeated(
+            bench_cli.Terminal(_outlet, _console, _signals_end_it), scenario, list(set_ or []),
+            repeat=repeat, seed=seed, clock=clock, out=out, prompt=_text("--prompt", prompt),
+            verify=verify, json=json,
+        )  # fmt: skip
+        return
     with _signals_end_it():
-        _run(scenario, list(set_ or []), seed, clock, out, prompt, verify, json)
+        _run(
+            scenario,
+            list(set_ or []),
+            seed,
+            clock,
+            out,
+            prompt,
+            verify,
+            dashboard,
+            pace,
+            json,
+            strict,
+        )
 
 
 def _run(
@@ -121,13 +161,21 @@ def _run(
     out: str | None,
     prompt: str | None,
     verify: bool,
+    mode: str,
+    pace: float | None,
     json: bool,
+    strict: bool,
 ) -> None:
     from pddrt import live, show
-    from pddrt.run import Run
+    from pddrt.dashboard import display as dashboard
+    from pddrt.run import KEPT, Run
     from pddrt.scenario import load
     from pddrt.trace import dumps
 
+    if mode not in dashboard.MODES:
+        raise BadInput(f"--dashboard: found '{mode}'; allowed: {', '.join(dashboard.MODES)}")
+    if pace is not None and not 0 < pace < float("inf"):
+        raise BadInput(f"--pace: found {pace:g}; allowed: a number above 0")
     with _outlet() as outlet:
         console, errors = _console(outlet), _console(sys.stderr)
         the_run = Run(
@@ -135,7 +183,11 @@ def _run(
             out=None if out is None else Path(out),
             prompt=_text("--prompt", prompt),
             verify=verify,
+            keep=KEPT,
+            strict=strict,
         )
+        if pace is not None and the_run.scenario.clock != "virtual":
+            raise BadInput("--pace: the scenario's clock is wall; allowed: --clock virtual with it")
         with _signals_end_it(), live.Bars(errors) as bars:
             if bars.moving:
                 bars(f"loading {the_run.scenario.model}", None)
@@ -144,106 +196,16 @@ def _run(
         if not json:
             colour = show.coloured(console)
             _print(console, show.intro(the_run.scenario, the_run.instances, requests, colour))
-        with live.LiveText(
-            errors if json else console,
-            the_run.recorder,
-            requests=requests,
-            virtual=the_run.scenario.clock == "virtual",
-            limit=0 if json else None,
-        ) as view:
-            the_run.listen(view)
-            result = the_run.execute(view.progress)
+        with dashboard.watching(
+            the_run, console, errors, mode=mode, pace=pace, json=json
+        ) as progress:
+            result = the_run.execute(progress)
         if json:
             outlet.write(dumps(result.summary) + "\n")
         else:
             _print(console, show.results(result.summary, the_run.recorder, console.width))
             _print(console, [f"saved in {show.clean(str(result.folder))}"])
         result.raise_for_status()
-
-
-@app.command(short_help="One scenario under several policies or settings, side by side.")
-def compare(
-    scenario: ScenarioFile,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...", help="Pipeline policies, e.g. pdd,naive.", show_default=False
-        ),
-    ] = None,
-    vary: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads this at run time
-        typer.Option(
-            metavar="PATH=V1,V2,...",
-            help="Values of any other field. Repeatable: each with each.",
-            show_default=False,
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The column that others are held against; default: the first.",
-            show_default=False,
-        ),
-    ] = None,
-    set_: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads this at run time
-        typer.Option(
-            "--set",
-            metavar="PATH=VALUE",
-            help="Override a field in all of them. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Seed = None,
-    clock: Clock = None,
-    repeat: Annotated[
-        int, typer.Option(metavar="N", help="Rounds under the wall clock, to see its noise.")
-    ] = 1,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Judge every token by a plain pass of the model.")
-    ] = False,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder; default runs/compare-NAME-TIME.", show_default=False
-        ),
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print compare.json to stdout, and nothing else.")
-    ] = False,
-) -> None:
-    """The same requests under each policy, or each value of other fields: what differs, by how
-    much, and which requests win or lose. Answers in the prompts are scripted, so that all have the
-    same prompts. Saves a folder with a run folder for each column and compare.json.
-    """
-    from pddrt import compare_show, live
-    from pddrt.compare import Comparison, columns
-    from pddrt.trace import dumps
-
-    with _outlet() as outlet:
-        console = _console(outlet)
-        overrides, varied = list(set_ or []), list(vary or [])
-        with _signals_end_it(), live.Bars(_console(sys.stderr)) as bars:
-            comparison = Comparison(
-                columns(
-                    scenario, overrides, policies=policies, vary=varied, seed=seed, clock=clock
-                ),
-                out=None if out is None else Path(out),
-                baseline=baseline,
-                repeat=repeat,
-                verify=verify,
-            )
-            comparison.prepare(bars)
-            compared = comparison.execute(bars)
-        if json:
-            outlet.write(dumps(compared.table) + "\n")
-        else:
-            width = console.width if console.is_terminal else None
-            console.width = width or 10_000
-            _print(console, compare_show.results(compared.table, width))
-            _print(console, [f"saved in {compared.folder}"])
-        compared.raise_for_status()
 
 
 @app.command(short_help="Measure step times here, for the virtual clock.")
@@ -287,30 +249,6 @@ def calibrate(
             soft_wrap=True,
         )
         console.print(f"saved in {path}", soft_wrap=True)
-
-
-@app.command(short_help="Look into a recorded run, or one request of it.")
-def inspect(
-    run_folder: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)
-    ],
-    request: Annotated[
-        str | None,
-        typer.Argument(metavar="[REQUEST]", help="A request's id, e.g. s0.0.", show_default=False),
-    ] = None,
-) -> None:
-    """A recorded run: a table of its requests. With a request: the numbers of its handoff, where
-    each token came from, and its events in order, each with the time since it was sent.
-    """
-    from pddrt import postmortem
-
-    with _outlet() as outlet:
-        console = _console(outlet)
-        recorded = postmortem.read(Path(run_folder))
-        if request is None:
-            postmortem.table(console, recorded)
-        else:
-            postmortem.story(console, recorded, request)
 
 
 def _print(console: Console, lines: Any) -> None:
@@ -487,7 +425,11 @@ def _say(message: str) -> None:
 _terminal = {"obj": bench_cli.Terminal(_outlet, _console, _signals_end_it)}
 for _name, _app in (("bench", bench_cli.app), ("netem", netem_cli.app)):
     app.add_typer(_app, name=_name, context_settings=_terminal)
+app.command(short_help=compare_cli.SHORT_HELP, context_settings=_terminal)(compare_cli.compare)
+app.command(short_help=sweep_cli.SHORT_HELP, context_settings=_terminal)(sweep_cli.sweep)
+app.command(short_help=inspect_cli.SHORT_HELP, context_settings=_terminal)(inspect_cli.inspect)
 app.command(short_help=report_cli.SHORT_HELP, context_settings=_terminal)(report_cli.report)
+app.command(short_help=watch_cli.SHORT_HELP, context_settings=_terminal)(watch_cli.watch)
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from pddrt.roles.instance import Instance, InstanceSpec
 from pddrt.roles.node import Node
 from pddrt.roles.prefill import Prefill
 from pddrt.scenario import CLIENT, GATEWAY
-from pddrt.trace import InstanceLeft, InstanceReturned, InstanceStarted, LinkTotal
+from pddrt.stalls import StallObserver
+from pddrt.trace import InstanceLeft, InstanceReturned, InstanceStarted, LinkQuality, LinkTotal
 from pddrt.types import MS, SECOND, Ns, Sampling
 from pddrt.workload import Session
 
@@ -63,7 +64,7 @@ class Rules:
     max_transfers: int = 8
     """Of one P over one path at a time."""
     handshake: Ns = 10 * SECOND
-    """How long a decoder may take to answer an offer at all."""
+    """How long a decoder may take to answer an offer at all, and KV that has left P to arrive."""
     anomaly: Anomaly | None = None
     """Requests whose KV is not sent to main decoders."""
     admission: Admission = field(default_factory=Admission)
@@ -107,6 +108,7 @@ class Deployment:
         self._changes: dict[str, list[Change]] = {}
         for change in sorted(changes, key=lambda c: c.at):
             self._changes.setdefault(change.name, []).append(change)
+        self._leaving: set[str] = set()
         later = {name for name, of in self._changes.items() if of[0].joins}
         self._absent = {s.name: (s, engines[s.name]) for s in specs if s.name in later}
         self.instances: list[Instance] = [
@@ -129,6 +131,8 @@ class Deployment:
             admission=rules.admission,
         )
         env.trace.listen(DriftObserver(env, lambda: self.instances))
+        self._stalls = StallObserver(env, lambda: self.instances)
+        env.trace.listen(self._stalls)
         patience = rules.deadline + 2 * LEASE_GRACE  # longer than any lease
         self.client = Client(self._env_at(CLIENT), net, CLIENT, GATEWAY, rules.sampling, patience)
 
@@ -157,6 +161,7 @@ class Deployment:
             spec,
             eos_ids=rules.eos_ids,
             lease=rules.deadline + LEASE_GRACE,
+            silence=rules.handshake,
             handoff=rules.handoff,
             round_trips=self._round_trips(spec.name),
             piece=rules.piece,
@@ -225,11 +230,14 @@ class Deployment:
     async def restart(self, name: str, *, kept: bool) -> None:
         """It listens again and calls its peers, which look for it too. `kept` as it crashed.
 
-        Returns once it listens, which is when its engine has ended what it was at.
+        Returns once it listens, which is when its engine has ended what it was at; or when it has
+        left for good meanwhile.
         """
         before = self.instance(name)
         assert not before.running
         await before.stopped()
+        if before not in self.instances or name in self._leaving:
+            return  # it was scaled away meanwhile
         if kept:
             instance = before
             self.env.trace.emit(InstanceReturned(self.env.now(), name))
@@ -261,19 +269,28 @@ class Deployment:
         await self.gateway.meet(name)
 
     async def leave(self, name: str) -> None:
-        """It gets no requests any more; when what runs there has ended, it says good-bye."""
-        instance = self.instance(name)
+        """It gets no requests any more; when what runs there has ended, it says good-bye. One that
+        has crashed meanwhile goes without; it may also have begun another life.
+        """
         self.gateway.retire(name)
         await self.gateway.released(name)
-        while busy := next((i for i in self.instances if i.involves(name)), None) or (
-            None if instance.empty else instance
-        ):
+        while busy := self._still_busy(name):
             await busy.changed()
+        instance = self.instance(name)
+        self._leaving.add(name)
         await instance.leave()
+        self._leaving.discard(name)
         instance.check_memory()
         self.env.trace.emit(InstanceLeft(self.env.now(), name))
         self.instances.remove(instance)
         self._absent[name] = replace(instance.spec, life=instance.spec.life + 1), instance.engine
+
+    def _still_busy(self, name: str) -> Instance | None:
+        """Somebody for whom a request is under way that `name` has a part in."""
+        for instance in self.instances:
+            if instance.involves(name) or (instance.name == name and not instance.empty):
+                return instance
+        return None
 
     # -- a run -------------------------------------------------------------------------------------
 
@@ -337,11 +354,11 @@ class Deployment:
         draining = asyncio.ensure_future(self._all_empty())
         try:
             while not draining.done():
-                seen = len(self.env.trace.events)
+                seen = self.env.trace.count
                 waiting = asyncio.ensure_future(self.env.sleep(drain_time))
                 await asyncio.wait([draining, waiting], return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
-                moved = len(self.env.trace.events) > seen or self.net.moving()
+                moved = self.env.trace.count > seen or self.net.moving()
                 if not draining.done() and (not moved or self.env.now() > last):
                     held = (i for i in self.instances if not i.empty)
                     names = "; ".join(f"{i.name}: {', '.join(i.memory.holders)}" for i in held)
@@ -357,6 +374,7 @@ class Deployment:
 
     async def close(self) -> None:
         """Takes everything down; what was under way is lost. Nothing is left running."""
+        self._stalls.close()
         nodes: list[Node] = [self.client, self.gateway, *self.instances]
         for node in nodes:
             await node.close()
@@ -385,3 +403,17 @@ class Deployment:
                     s.late_max,
                 )
             )
+            if s.told:
+                self.env.trace.emit(
+                    LinkQuality(
+                        self.env.now(),
+                        s.link,
+                        s.src_site,
+                        s.dst_site,
+                        s.delay_mean,
+                        s.delay_deviation,
+                        s.resent,
+                        s.dropped,
+                        s.lost,
+                    )
+                )

@@ -3,10 +3,12 @@
 A role sees `now`, `sleep_until`, `call_at`, `rng`, `spawn` and `trace`, and cannot tell which clock
 is behind them. `WallEnv` runs on uvloop with `perf_counter_ns`; `VirtualEnv` runs on `SimLoop`.
 
-uvloop timers count from its own clock of whole milliseconds, so that one may fire up to 1 ms before
-it was asked for whenever something else turns the loop. A wall timer is therefore rounded up and
-checked when it fires: it is late by up to 2 ms and never early. What needs finer pacing keeps
-absolute deadlines and catches up (see netem).
+Wall timers are alarms on absolute deadlines (see `alarm`): never early, and late by as long as the
+loop takes to get to them, tens of microseconds where nothing else runs. Where the system has no
+such alarms, they are the loop's: uvloop counts in whole milliseconds from a clock of its own, so
+that a timer may fire up to 1 ms before it was asked for whenever something else turns the loop.
+There it is rounded up and checked when it fires: late by up to 2 ms and never early. What needs
+exact pacing keeps absolute deadlines and catches up either way (see netem).
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, Protocol, cast
 
+from pddrt.alarm import Alarms, open_timer
 from pddrt.simloop import SimLoop
 from pddrt.trace import Event, Trace
 from pddrt.types import MS, SECOND, Ns
@@ -48,7 +52,7 @@ class Env:
         raise NotImplementedError
 
     async def sleep_until(self, when: Ns) -> None:
-        """Returns at `when` or, on the wall clock, up to a millisecond later."""
+        """Returns at `when` or, on the wall clock, a little later, never before."""
         if when <= self.now():
             await asyncio.sleep(0)
             return
@@ -105,7 +109,8 @@ def _release(done: asyncio.Future[None]) -> None:
 
 
 class _WallTimer:
-    """One call on the wall clock, set again as long as the loop's timer comes early."""
+    """One call on the wall clock, set again as long as the loop's timer comes early: where there
+    are no alarms."""
 
     __slots__ = ("_args", "_callback", "_env", "_handle", "_when")
 
@@ -137,12 +142,16 @@ class WallEnv(Env):
         super().__init__(seed, trace)
         self._start = time.perf_counter_ns()
         self.loop = asyncio.get_running_loop()
+        timer = open_timer()
+        self._alarms = None if timer is None else Alarms(self.loop, timer, time.perf_counter_ns)
 
     def now(self) -> Ns:
         return time.perf_counter_ns() - self._start
 
     def call_at(self, when: Ns, callback: Callable[..., Any], *args: Any) -> Timer:
-        return _WallTimer(self, when, callback, args)
+        if self._alarms is None:
+            return _WallTimer(self, when, callback, args)
+        return self._alarms.at(self._start + when, callback, args)
 
 
 class VirtualEnv(Env):
@@ -222,6 +231,12 @@ def wall_stamp() -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
+def machine_time() -> Ns:
+    """One clock for all processes of this machine; for measuring between them, never for
+    decisions."""
+    return time.perf_counter_ns()
+
+
 class Stopwatch:
     """Real time since it was made, whatever the run's clock; for provenance, never for
     decisions.
@@ -243,7 +258,7 @@ class LagMeter:
 
     def __init__(self, env: WallEnv) -> None:
         self._env = env
-        self.lags: list[Ns] = []
+        self.lags = array("q")
 
     async def run(self) -> None:
         while True:

@@ -78,8 +78,11 @@ class On(Section):
 
     model_config = ConfigDict(extra="allow")
     event: Annotated[str, AfterValidator(_known_event), Allowed("the name of an event")]
+    """The class of the event (docs/faults.md)."""
     nth: Times = 1
+    """The how manieth such event."""
     every: Annotated[bool, Allowed("true | false")] = False
+    """Each time from then on."""
 
     @model_validator(mode="after")
     def _has_such_fields(self) -> On:
@@ -106,10 +109,15 @@ class Fault(Section):
 
     model_config = ConfigDict(serialize_by_alias=True)
     do: str
+    """What goes wrong."""
     at: Duration | None = None
+    """When, from the beginning of the workload."""
     rate: Frequency | None = None
+    """How often, at random moments."""
     on: On | None = None
+    """At an event: its class, and any of its fields with what they must be."""
     count: Times | None = None
+    """How often at most, with `rate`, or with `on` and `every`."""
 
     @model_validator(mode="after")
     def _has_one_trigger(self) -> Fault:
@@ -138,6 +146,7 @@ class Lasting(Fault):
     """A fault whose effect ends."""
 
     duration: Annotated[PositiveDuration | None, Field(alias="for")] = None
+    """How long it lasts. Absent: to the end."""
 
     @property
     def lasts(self) -> Ns | None:
@@ -156,10 +165,12 @@ _Scale = Annotated[float, Field(ge=0, le=1e6), Allowed("a number from 0")]
 
 class OfLink(Lasting):
     link: _Name
+    """Which link."""
     direction: (
         Annotated[str, Field(pattern=r"^[\w-]+>[\w-]+$"), Allowed("one way between two sites: a>b")]
         | None
     ) = None
+    """One way of it only."""
 
     @property
     def way(self) -> tuple[str, str] | None:
@@ -180,6 +191,7 @@ class LinkSlow(OfLink):
 
     do: Literal["link-slow"]
     to: Rate
+    """The rate that is left."""
 
 
 class LinkLong(OfLink):
@@ -187,6 +199,7 @@ class LinkLong(OfLink):
 
     do: Literal["link-long"]
     delay: PositiveDuration
+    """The one-way delay, at least."""
 
 
 class JitterStorm(OfLink):
@@ -194,6 +207,7 @@ class JitterStorm(OfLink):
 
     do: Literal["jitter-storm"]
     jitter: PositiveDuration
+    """The delay's standard deviation, at least."""
 
 
 class Reset(Fault):
@@ -208,8 +222,11 @@ class Reset(Fault):
         ]
         | None
     ) = None
+    """All streams between two members."""
     request: _Request | None = None
+    """The streams that carry KV of this request."""
     purpose: Literal["kv", "control"] | None = None
+    """Of the streams between two: those of KV, or of control."""
 
     @model_validator(mode="after")
     def _is_of_one(self) -> Reset:
@@ -230,9 +247,13 @@ class OfFrames(Lasting):
     """Befalls the next `frames` frames of `kind` from `src` to `dst`; what is not said is any."""
 
     kind: Annotated[_Kind, AfterValidator(_known_kind)] | None = None
+    """The kind of frame. Absent: any."""
     src: _Name | None = None
+    """Who sends it. Absent: anybody."""
     dst: _Name | None = None
+    """Who gets it. Absent: anybody."""
     frames: Times = 1
+    """How many frames."""
 
 
 class Corrupt(OfFrames):
@@ -252,6 +273,7 @@ class Delay(OfFrames):
 
     do: Literal["delay"]
     by: PositiveDuration
+    """For how long."""
 
 
 class Crash(Lasting):
@@ -259,7 +281,9 @@ class Crash(Lasting):
 
     do: Literal["crash"]
     instance: _Name
+    """Who."""
     memory: Literal["lost", "kept"] = "lost"
+    """Whether its cache survives."""
 
 
 class Pause(Lasting):
@@ -267,6 +291,7 @@ class Pause(Lasting):
 
     do: Literal["pause"]
     instance: _Name
+    """Who."""
 
 
 class Slow(Lasting):
@@ -274,7 +299,9 @@ class Slow(Lasting):
 
     do: Literal["slow"]
     instance: _Name
+    """Who."""
     factor: _Factor
+    """How many times as long its steps take."""
 
 
 class StepFails(Fault):
@@ -282,7 +309,9 @@ class StepFails(Fault):
 
     do: Literal["step-fails"]
     instance: _Name
+    """Who."""
     steps: Times = 1
+    """How many steps."""
 
 
 class OutOfMemory(Fault):
@@ -290,7 +319,9 @@ class OutOfMemory(Fault):
 
     do: Literal["out-of-memory"]
     instance: _Name
+    """Who."""
     steps: Times = 1
+    """How many steps."""
 
 
 class PagesTaken(Lasting):
@@ -298,7 +329,9 @@ class PagesTaken(Lasting):
 
     do: Literal["pages-taken"]
     instance: _Name
+    """Whose."""
     share: Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, to 1")]
+    """How many of its pages."""
 
 
 class Cancel(Fault):
@@ -308,7 +341,9 @@ class Cancel(Fault):
 
     do: Literal["cancel"]
     request: _Request | None = None
+    """Which request."""
     session: Annotated[int, Field(ge=0), Allowed("a session's number, from 0")] | None = None
+    """What is under way of this session."""
 
     @model_validator(mode="after")
     def _is_of_one(self) -> Cancel:
@@ -328,6 +363,7 @@ class SlowReader(Lasting):
 
     do: Literal["slow-reader"]
     by: PositiveDuration
+    """How long it takes over a frame."""
 
 
 PPM = "a drift in millionths such as 100 ppm or -20 ppm"
@@ -358,8 +394,11 @@ class Skew(Fault):
 
     do: Literal["skew"]
     site: _Name
+    """Which site."""
     offset: Annotated[int, Quantity(_parse_signed, _format_signed, SIGNED_DURATIONS)] = 0
+    """How far ahead its clocks are."""
     drift: Annotated[int, Quantity(_parse_ppm, "{} ppm".format, PPM)] = 0
+    """How much they gain."""
 
     @model_validator(mode="after")
     def _has_one_trigger(self) -> Skew:
@@ -375,7 +414,9 @@ class StaleSignals(Lasting):
 
     do: Literal["stale-signals"]
     by: PositiveDuration
+    """How much later."""
     instance: _Name | None = None
+    """Whose. Absent: everybody's."""
 
 
 class WrongSignals(Lasting):
@@ -383,7 +424,9 @@ class WrongSignals(Lasting):
 
     do: Literal["wrong-signals"]
     factor: _Scale
+    """By how much."""
     instance: _Name | None = None
+    """Whose. Absent: everybody's."""
 
 
 KINDS: dict[str, type[Fault]] = {

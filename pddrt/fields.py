@@ -17,9 +17,10 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from pddrt import sections
 from pddrt.chips import CHIPS, Chip
+from pddrt.link_fields import Name
 from pddrt.messages import MAX_LOGPROBS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
 from pddrt.policy.route import HitRate
-from pddrt.sections import Allowed, Later, Section
+from pddrt.sections import Allowed, Section
 from pddrt.types import MS, SECOND, Ns, Role
 from pddrt.units import (
     DURATIONS,
@@ -27,7 +28,6 @@ from pddrt.units import (
     PositiveDuration,
     PositiveSize,
     Quantity,
-    Rate,
     format_duration,
     parse_duration,
     shown,
@@ -39,24 +39,7 @@ CUSTOM = r"[\w.]+:\w+"
 """A policy of the user's, package.module:Class."""
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
-Name = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$"),
-    Allowed("a name of letters, digits, - and _, that begins with a letter"),
-]
 Tokens = Annotated[int, Field(ge=1, le=1 << 20), Allowed("a whole number from 1 to 1,048,576")]
-
-
-class Link(Section):
-    between: Annotated[
-        tuple[Name, ...],
-        Field(min_length=2, max_length=2, strict=False),
-        Allowed("two sites: [a, b]"),
-    ]
-    rate: Rate | None = None
-    delay: Duration = 0
-    jitter: Duration = 0
-    tcp: Annotated[Literal["none"], Later("reno", "cubic", "bbr")] = "none"
 
 
 MEASURED = "measured:"
@@ -67,7 +50,9 @@ class Figures(Section):
     """Step times as two figures (see `chips.figures_cost`)."""
 
     prefill_tokens_per_s: Annotated[float, Field(gt=0, le=1e12), Allowed("a number above 0")]
+    """Tokens prefilled in a second."""
     decode_step: PositiveDuration
+    """Length of a step that decodes."""
 
 
 def _known_chip(name: str) -> str:
@@ -114,8 +99,11 @@ class Scale(Section):
     """From `at` on, counted from the workload's beginning, there are `count` of a group."""
 
     at: Duration
+    """When, from the beginning of the workload."""
     instances: Name
+    """Which group."""
     count: Count
+    """How many there are from then on. Who leaves first finishes what it has."""
 
 
 class Instance(Section):
@@ -124,22 +112,39 @@ class Instance(Section):
     """
 
     role: Role
+    """P, RLD or MD."""
     site: Name
+    """The datacenter that it stands in."""
     count: Count = 1
+    """How many such instances. 0 where `scale` says that there will be some."""
     device: Annotated[
         str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$"), Allowed("cpu | cuda | cuda:N")
     ] = "cpu"
+    """Where a torch engine runs."""
     threads: Annotated[int, Field(ge=1, le=1024), Allowed("a whole number from 1")] | None = None
+    """Compute threads of a torch engine. Absent: a share of the cores, P first; 1 under the virtual
+    clock."""
     dtype: Dtype | None = None
+    """Absent: that of the scenario. KV that comes in another one is converted on arrival."""
     page_tokens: Tokens | None = None
+    """Absent: that of the scenario. May differ between instances."""
     chunk_tokens: Tokens = 512
+    """Most tokens of prompts that are prefilled in one step."""
     max_batch: Annotated[int, Field(ge=1, le=65536), Allowed("a whole number from 1 to 65,536")] = (
         32
     )
+    """Most sequences in a step."""
     kv_memory: PositiveSize = 1 << 30
+    """Memory for KV, cached prefixes included."""
     engine: Literal["torch", "model"] = "torch"
+    """`torch` runs the model. `model` runs none: steps cost time only, and ids are a function of
+    the KV that the engine holds."""
     chip: ChipField | None = None
+    """A chip by name, or its figures: with a `step_time` of `chip`, the roofline says how long a
+    step takes."""
     step_time: StepTime | None = None
+    """How long a step takes. `real`: as long as it takes, on the wall clock only; there any other
+    value is a lower bound. Absent: `chip` where one is given, else `real`."""
 
 
 RELAY_ABOVE = f"{DURATIONS}; or a hit rate: 90 %, or a share such as 0.9"
@@ -199,14 +204,23 @@ class Pipeline(Section):
     """
 
     policy: PolicyField = "pdd"
+    """Which pipelines there are and who takes which: docs/pipelines.md."""
     relay_above: Annotated[Any, Quantity(_relay_above, _format_relay_above, RELAY_ABOVE)] = 200 * MS
+    """Of pdd and relay-only. A time: a request is relayed where the transfer to MD would take
+    longer. A hit rate: where less of its prompt is cached on MD."""
     offload_above: Annotated[
         int, Field(ge=0, le=1 << 30), Allowed("a whole number of tokens, from 0")
     ] = 1000
+    """Of prfaas: prompts of which more tokens than this are cached nowhere go to P."""
     relay_full: Literal["p-md", "wait"] = "p-md"
+    """Where no RLD has room: go without (P-MD), or wait for one."""
     stream_kv: Literal["while-computing", "after-prefill"] = "while-computing"
+    """Send each chunk of KV when it is computed, or all when the prompt is done."""
     wan_kv: Literal["as-is", "8-bit"] | None = None
+    """KV over the WAN as it is, or in 8 bits a value with scales. Absent: `8-bit` with policy
+    compress, else `as-is`."""
     drc: Literal["on", "off"] = "on"
+    """MD's prefix cache. Off: the whole prompt's KV crosses, each time."""
 
     @property
     def eight_bit_wan(self) -> bool:
@@ -236,13 +250,18 @@ class Handoff(Section):
     """
 
     mode: HandoffField = "adaptive"
+    """How ids get from RLD to MD: docs/handoff.md."""
     threshold: Annotated[
         int, Field(ge=0, le=65536), Allowed("a whole number of ids, from 0 to 65,536")
     ] = 64
+    """Ids. Catch-up and adaptive finish as soon as MD lacks no more than so many."""
     max_ids_per_round: Annotated[
         int, Field(ge=1, le=65536), Allowed("a whole number of ids, from 1 to 65,536")
     ] = 32
+    """Most ids of a round, and most that a main decoder which decodes along extends over in one
+    step."""
     max_rounds: Annotated[int, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1,024")] = 8
+    """Rounds after which RLD freezes and hands over what is left."""
 
 
 class Router(Section):
@@ -251,10 +270,13 @@ class Router(Section):
     """
 
     signal_age: Duration = 50 * MS
+    """How old what is known of an instance's load may be."""
     max_transfers: Annotated[
         int, Field(ge=1, le=65536), Allowed("a whole number from 1 to 65,536")
     ] = 8
+    """Transfers of one P over one path at a time."""
     handshake: PositiveDuration = 10 * SECOND
+    """How long a decoder may take to answer an offer at all."""
 
 
 def _share(value: object) -> float:
@@ -278,24 +300,51 @@ class AnomalyFields(Section):
     """
 
     input_above: Annotated[int, Field(ge=0, le=1 << 30), Allowed("a whole number, from 0")]
+    """Tokens that MD lacks: only requests with more are spared."""
     output_below: Annotated[int, Field(ge=1, le=1 << 30), Allowed("a whole number, from 1")]
+    """Tokens of the answer, as guessed: only requests with fewer are spared."""
     share: Share = 0.05
+    """How many of all requests may be spared at most."""
     guess: Literal["max_tokens", "session"] = "max_tokens"
+    """What the answer's length is guessed from: the request's budget, or what this session's
+    answers were."""
+
+
+SHED_AFTER = f"slo (slo.ttft, if there is one), off, or {DURATIONS}, above 0"
+
+
+def _shed_after(value: object) -> Ns | Literal["slo", "off"]:
+    if value in ("slo", "off"):
+        return value
+    try:
+        duration = parse_duration(value)
+    except ValueError:
+        duration = 0
+    if not duration:
+        raise ValueError(f"found {shown(value)}; allowed: {SHED_AFTER}")
+    return duration
+
+
+def _format_shed_after(value: Ns | str) -> str:
+    return value if isinstance(value, str) else format_duration(value)
 
 
 class AdmissionFields(Section):
     """Bounds on what is under way; `shed_after`: refuse a request whose first token would come
-    later than that. See `policy.admission`.
+    later than that, or than the SLO asks for. See `policy.admission`.
     """
 
     max_requests: (
         Annotated[int, Field(ge=1, le=1 << 30), Allowed("a whole number of requests, from 1")]
         | None
     ) = None
+    """Requests under way at most. Absent: 8 times what the pools hold."""
     max_tokens: (
         Annotated[int, Field(ge=1, le=1 << 50), Allowed("a whole number of tokens, from 1")] | None
     ) = None
-    shed_after: PositiveDuration | None = None
+    """Tokens under way at most, prompts and budgets. Absent: 8 times what the pools hold."""
+    shed_after: Annotated[Any, Quantity(_shed_after, _format_shed_after, SHED_AFTER)] = "off"
+    """Refuse a request whose first token would probably come later than this."""
 
 
 class RecoveryFields(Section):
@@ -304,14 +353,18 @@ class RecoveryFields(Section):
     """
 
     retries: Annotated[int, Field(ge=0, le=100), Allowed("a whole number from 0 to 100")] = 3
+    """Further attempts at most."""
     backoff: Duration = 50 * MS
+    """Pause before the first of them; each is twice the one before, less up to half of it."""
 
 
 class Gateway(Section):
     """`site` None: that of the first prefill instance."""
 
     site: Name | None = None
+    """Absent: that of the first prefill instance."""
     first_token: Literal["decoder", "early"] = "decoder"
+    """When the first token is released: once the first decoder holds the KV, or at once."""
 
 
 NOT_CARRIED = "is not carried over a handoff (docs/sampling.md)"
@@ -346,12 +399,17 @@ class SamplingFields(Section):
     temperature: Annotated[
         float, Field(ge=0, le=100), Allowed("a number from 0 (greedy) to 100")
     ] = 0.0
+    """0 takes the best id."""
     top_k: Annotated[int, Field(ge=0, le=10_000_000), Allowed("a whole number, 0 for all")] = 0
+    """Draw among so many of the best. 0: all."""
     top_p: Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, to 1")] = 1.0
+    """Draw among the best that together have this probability."""
     min_tokens: Annotated[
         int, Field(ge=0, le=1 << 20), Allowed("a whole number from 0 to 1,048,576")
     ] = 0
+    """No end of sequence, stop id or stop string before so many tokens."""
     ignore_eos: Annotated[bool, Allowed("true | false")] = False
+    """The model may say that it is done; the answer goes on."""
     stop_ids: Annotated[
         tuple[
             Annotated[int, Field(ge=0, lt=1 << 32), Allowed("a token id, a whole number from 0")],
@@ -360,6 +418,7 @@ class SamplingFields(Section):
         Field(max_length=MAX_STOP_IDS, strict=False),
         Allowed(f"a list of up to {MAX_STOP_IDS} token ids"),
     ] = ()
+    """Ids that end an answer."""
     stop: Annotated[
         tuple[
             Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Allowed(_A_STOP)], ...
@@ -368,6 +427,7 @@ class SamplingFields(Section):
         Field(max_length=MAX_STOPS, strict=False),
         Allowed(f"{_A_STOP}, or a list of up to {MAX_STOPS}"),
     ] = ()
+    """Texts that end an answer, and are not part of it."""
     logprobs: (
         Annotated[
             int,
@@ -376,8 +436,11 @@ class SamplingFields(Section):
         ]
         | None
     ) = None
+    """Report the log-probability of each id, and of so many of the best."""
 
 
 class Slo(Section):
     ttft: PositiveDuration | None = None
+    """Time to first token."""
     tpot: PositiveDuration | None = None
+    """Time per output token after it."""

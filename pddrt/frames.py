@@ -14,6 +14,7 @@ relay's token ids on their way to the main decoder) and `control` (everything el
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -101,25 +102,77 @@ def decode(
     return Frame(kind, fields, payload)
 
 
+def _references_of_ours() -> int:
+    """What is counted of a buffer that only `Buffers` knows, as it looks at it; how many that are
+    is the interpreter's affair."""
+    kept = deque([bytearray(1)])
+    buffer = kept[0]
+    return sys.getrefcount(buffer)
+
+
+class Buffers:
+    """Memory for payloads, used again once nobody refers to it any more: `limit` bytes of it at
+    most are kept.
+
+    Fresh memory is dear: the kernel clears each page when it is first touched, which takes several
+    times as long as receiving into it. That nobody refers to a buffer is seen by its reference
+    count, which a view of it, or of a part of it, raises as well.
+    """
+
+    STEP = 16 << 10
+    TRIES = 32
+    """Buffers looked at before a fresh one is made."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: deque[bytearray] = deque()
+        self._size = 0
+        self._ours = _references_of_ours()
+
+    def take(self, nbytes: int) -> memoryview:
+        """`nbytes` of memory that is the caller's while it refers to it; its content is
+        arbitrary."""
+        size = -(-nbytes // self.STEP) * self.STEP  # a frame that is hardly longer shall fit, too
+        for _ in range(min(self.TRIES, len(self._kept))):
+            buffer = self._kept[0]
+            self._kept.rotate(-1)
+            fits = nbytes <= len(buffer) <= 2 * size
+            if fits and sys.getrefcount(buffer) == self._ours:
+                return memoryview(buffer)[:nbytes]
+        buffer = bytearray(size)
+        if size <= self._limit:
+            self._kept.append(buffer)
+            self._size += size
+            while self._size > self._limit:
+                self._size -= len(self._kept.popleft())
+        return memoryview(buffer)[:nbytes]
+
+
 class FrameReader:
     """Bytes in, frames out; sans-IO. The caller fills `get_buffer()` and says how much by
     `updated(n)`.
 
     Small frames are cut out of one scratch buffer, many from one read. A frame that does not fit
-    there gets buffers of its own, which the rest of it is received into directly; its payload is
-    then a bytearray nobody else holds.
+    there gets buffers of its own, which the rest of it is received into directly; nobody else holds
+    its payload then, which is a bytearray, or a view of memory from `buffers`.
     """
 
-    def __init__(self, on_frame: Callable[[Frame, int], None], scratch_bytes: int) -> None:
+    def __init__(
+        self,
+        on_frame: Callable[[Frame, int], None],
+        scratch_bytes: int,
+        buffers: Buffers | None = None,
+    ) -> None:
         """`on_frame(frame, wire_bytes)` is called for each frame, from within `updated`; it may be
         exchanged."""
         self.on_frame = on_frame
+        self._buffers = buffers
         self.only_small = False
         """Take no frame that needs buffers of its own: a stranger cannot ask for gigabytes."""
         self._scratch = memoryview(bytearray(scratch_bytes))
         self._filled = 0
         self._header = bytearray()
-        self._payload = bytearray()
+        self._payload: bytearray | memoryview = bytearray()
         self._checksum = 0
         self._parts: deque[memoryview] = (
             deque()
@@ -163,7 +216,7 @@ class FrameReader:
             if size > scratch.nbytes:
                 if self.only_small:
                     raise BadFrame(f"a frame of {size} bytes before the connection is open")
-                self._header, self._payload = bytearray(header_len), bytearray(payload_len)
+                self._header, self._payload = bytearray(header_len), self._memory(payload_len)
                 self._checksum = checksum
                 both = (memoryview(self._header), memoryview(self._payload))
                 self._parts.extend(part for part in both if part.nbytes)
@@ -179,6 +232,9 @@ class FrameReader:
             self.on_frame(decode(header, payload, checksum), size)
         scratch[: filled - at] = scratch[at:filled]
         self._filled = filled - at
+
+    def _memory(self, nbytes: int) -> bytearray | memoryview:
+        return bytearray(nbytes) if self._buffers is None else self._buffers.take(nbytes)
 
     def _fill(self, nbytes: int) -> None:
         self._parts[0] = self._parts[0][nbytes:]

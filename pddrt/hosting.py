@@ -9,25 +9,32 @@ import contextlib
 import os
 import platform
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pddrt import __version__
+from pddrt.alarm import attentive
 from pddrt.engine.base import Engine
 from pddrt.engine.model import ModelEngine
 from pddrt.engine.models import LoadedModel
 from pddrt.engine.outline import Outline
 from pddrt.env import Env, wall_stamp
 from pddrt.errors import BadInput, CannotRun
-from pddrt.netem.net import Net, Topology
+from pddrt.netem.fidelity import LATE_LIMIT, Kept, judge, too_fast
+from pddrt.netem.net import Topology
 from pddrt.simloop import SimLoop
 from pddrt.trace import Seconds
-from pddrt.types import MS, Ns, StepCost
+from pddrt.types import Ns, StepCost
 
-LATE_LIMIT: Ns = 5 * MS
-"""Above this p99 of (sent - due) on any link, a wall-clock run is marked `degraded`."""
+if TYPE_CHECKING:
+    from pddrt.netem.simnet import SimNet
+    from pddrt.netem.tcpnet import TcpNet
+
+FAST = 100_000_000
+"""Bytes a second that any machine moves."""
 
 
 def new_loop(clock: str, shuffle: int | None = None) -> asyncio.AbstractEventLoop:
@@ -39,7 +46,7 @@ def new_loop(clock: str, shuffle: int | None = None) -> asyncio.AbstractEventLoo
     return uvloop.new_event_loop()
 
 
-def net_for(env: Env, topology: Topology) -> Net:
+def net_for(env: Env, topology: Topology) -> SimNet | TcpNet:
     """In memory under the virtual clock, over sockets on the wall clock."""
     if env.virtual:
         from pddrt.netem.simnet import SimNet
@@ -48,6 +55,23 @@ def net_for(env: Env, topology: Topology) -> Net:
     from pddrt.netem.tcpnet import TcpNet
 
     return TcpNet(env, topology)
+
+
+def peak_for(clock: str, topology: Topology, strict: bool) -> int | None:
+    """Bytes a second that this machine moves, measured where a link is fast enough for it to matter
+    (a tenth of a second); None where none is. Raises CannotRun if `strict` and a link is too fast.
+    """
+    specs = [way for link in topology.links for way in (link, link.back) if way is not None]
+    rate, name = max(((spec.rate or 0, spec.name) for spec in specs), default=(0, ""))
+    if clock == "virtual" or rate <= FAST:
+        return None
+    from pddrt.netem.throughput import peak
+
+    with attentive(), asyncio.Runner(loop_factory=lambda: new_loop(clock)) as runner:
+        moved = runner.run(peak())
+    if strict and (why := too_fast(rate, moved)):
+        raise CannotRun(f"links.{name}.rate: {why}; without --strict it runs, and is `degraded`")
+    return moved
 
 
 def engine_for(
@@ -94,7 +118,12 @@ def engine_for(
 
 @contextlib.contextmanager
 def signals_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM call `callback`, between any two instructions of this thread."""
+    """Inside, SIGINT and SIGTERM call `callback`, between any two instructions of this thread. In
+    any other than the main one nothing changes: signals do not come there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     signals = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(s, lambda *_: callback()) for s in signals]
     try:
@@ -138,11 +167,20 @@ def free_folder(
 
 
 def provenance(
-    model: LoadedModel | Outline, threads: Mapping[str, int], virtual: bool, late: Ns
+    model: LoadedModel | Outline,
+    threads: Mapping[str, int],
+    virtual: bool,
+    late: Ns,
+    kept: Sequence[Kept] = (),
+    peak: int | None = None,
+    priority: str = "normal",
 ) -> dict[str, Any]:
     """What ran where, and whether this machine kept the network's times: `late` is the p99 of
-    (sent - due) on the worst link.
+    (sent - due) on the worst link, `kept` says it of each link, against `peak` (see `peak_for`).
     """
+    found = judge(kept, peak)
+    if not kept and late > LATE_LIMIT:
+        found["verdict"] = "degraded"
     return {
         "versions": {
             "pddrt": __version__,
@@ -157,7 +195,7 @@ def provenance(
             "parameters": model.parameters,
         },
         "fidelity": {
-            "verdict": "exact" if virtual else "ok" if late <= LATE_LIMIT else "degraded",
+            **({"verdict": "exact"} if virtual else {**found, "priority": priority}),
             "late_p99_s": Seconds(late),
             "limit_s": Seconds(LATE_LIMIT),
         },

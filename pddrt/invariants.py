@@ -19,27 +19,37 @@ Handoff   pieces join, and hold ids that were made. A relayed main decoder compu
           not there any more, and those positions may be made again; never otherwise.
 Transfers only what a finished step has written, only the suffix that the decoder lacks, every
           position once; bytes in are bytes out when the KV is whole.
+Steps     where work is ready, and memory for it, somebody steps (`stalls` looks).
 Pages, links  what `ledger` says of them.
 Time      never runs backwards.
 
 Left out: whether ids are right (that is `verify`), and control frames, of which the trace says
 nothing but their sum per link.
+
+Memory is bounded by what is under way. The account of a request is closed some time after its end,
+when no instance has pages of it any more; session and turn tell that an id is not used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Reversible, Sequence
+from itertools import islice
 from typing import Any
 
 from pddrt import trace as ev
 from pddrt.errors import RunFailed
-from pddrt.ledger import Account, Broken, Line, Pages, Path, must
+from pddrt.ledger import Account, Broken, Line, Pages, Path, Turns, must
 from pddrt.trace import Event, to_line
-from pddrt.types import LETTER, MS, Ns
+from pddrt.types import LETTER, MS, SECOND, Ns
 
 EARLY: Ns = MS
 """How early data may arrive on the wall clock: nets send up to half of that ahead, at both ends of
 the delay."""
+SETTLE_TIME: Ns = 60 * SECOND
+"""After its end a request's account stays open, for what comes late..."""
+LAST_TIME: Ns = 3_600 * SECOND
+"""... but not longer than this for an instance that does not give its pages back."""
 SHOWN = 12
 """Events told with a violation."""
 SEARCHED = 20_000
@@ -65,12 +75,12 @@ class Monitor:
     def __init__(
         self,
         on_violation: Callable[[Violation], None],
-        past: Sequence[Event] = (),
+        past: Reversible[Event] = (),
         legs: Legs | None = None,
     ) -> None:
         """`on_violation` is called once; what it raises goes to whoever emitted the event. `past`:
-        the trace's events as they grow, where those that led to a violation are found. `legs` says
-        what a request's TTFT is made of, as it will be reported.
+        the trace's latest events, as it goes on, where those that led to a violation are found.
+        `legs` says what a request's TTFT is made of, as it will be reported.
         """
         self._tell = on_violation
         self._past = past
@@ -82,6 +92,9 @@ class Monitor:
         self._pages: dict[str, Pages] = {}
         self._requests: dict[str, Account] = {}
         self._links: dict[tuple[str, str], Line] = {}
+        self._turns = Turns()
+        self._settling: deque[tuple[Ns, Ns, str]] = deque()
+        """When to close an account, when the request ended, which."""
         self._books: dict[type[Event], Callable[[Pages, Any], None]] = {
             ev.PagesTaken: Pages.taken,
             ev.PageTable: Pages.tabled,
@@ -109,6 +122,7 @@ class Monitor:
             ev.StepBegan: self._step_began,
             ev.Step: self._step,
             ev.StepFailed: self._step_failed,
+            ev.Stalled: self._stalled,
             ev.Admitted: self._admitted,
             ev.TransferCancelled: self._transfer_cancelled,
             ev.KVSent: self._kv_sent,
@@ -129,12 +143,27 @@ class Monitor:
                 check(event)
             elif (book := self._books.get(type(event))) and (pages := self._at(event)):
                 book(pages, event)
+            if self._settling and event.t >= self._settling[0][0]:
+                self._settle()
         except Broken as broken:
             name, detail = broken.args
             self._report(Violation(name, detail, self._led_to(event)))
 
     def _at(self, event: Any) -> Pages | None:
         return self._pages.get(event.instance)
+
+    def _settle(self) -> None:
+        """Closes the accounts that are due, of requests that hold nothing any more."""
+        while self._settling and self._now >= self._settling[0][0]:
+            _, ended, name = self._settling.popleft()
+            attempts = len(self._requests[name].attempts)
+            names = [ev.attempt_name(name, number) for number in range(attempts)]
+            held = any(n in pages.held for pages in self._pages.values() for n in names)
+            if held and self._now < ended + LAST_TIME:
+                self._settling.append((self._now + SETTLE_TIME, ended, name))
+                continue
+            for n in names:
+                self._requests.pop(n, None)
 
     def finish(self) -> None:
         """After the run: nothing may be open. Reports all that is, the first one as above."""
@@ -153,6 +182,15 @@ class Monitor:
             "led_to": [to_line(event) for v in self.violations[:1] for event in v.events],
         }
 
+    @property
+    def open_accounts(self) -> int:
+        """Of attempts at requests that are under way, or have just ended."""
+        return len(self._requests)
+
+    def pools(self) -> Iterable[Pages]:
+        """The books of each instance's pages."""
+        return self._pages.values()
+
     def _report(self, violation: Violation) -> None:
         self.violations.insert(0, violation)
         self._tell(violation)
@@ -167,8 +205,7 @@ class Monitor:
 
     def _of(self, key: str) -> list[Event]:
         found: list[Event] = []
-        for at in range(len(self._past) - 1, max(-1, len(self._past) - SEARCHED), -1):
-            event = self._past[at]
+        for event in islice(reversed(self._past), SEARCHED):
             about = (getattr(event, field, None) for field in ("request", "owner", "instance"))
             spans = event.spans if isinstance(event, ev.StepBegan) else ()
             if key in about or any(owner == key for owner, _, _ in spans):
@@ -214,7 +251,8 @@ class Monitor:
     # -- the client --------------------------------------------------------------------------------
 
     def _request_sent(self, e: ev.RequestSent) -> None:
-        must(e.request not in self._requests, "a request sent twice", e.request)
+        new = self._turns.sent(e.session, e.turn) and e.request not in self._requests
+        must(new, "a request sent twice", e.request)
         self._requests[e.request] = Account(e.t)
 
     def _routed(self, e: ev.Routed) -> None:
@@ -244,7 +282,7 @@ class Monitor:
             request.reroute(e)
 
     def _tokens_received(self, e: ev.TokensReceived) -> None:
-        request = self._requests[e.request]
+        request = self._under_way(e.request)
         if request.end is not None:
             raise Broken("tokens after the end", f"{e.request}: {request.end}")
         if e.start != request.next or e.end - e.start != len(e.ids):
@@ -263,8 +301,13 @@ class Monitor:
         if request.first is None:
             request.first = e.t
 
+    def _under_way(self, name: str) -> Account:
+        if (request := self._requests.get(name)) is None:
+            raise Broken("told of a request that is long over, or was never sent", name)
+        return request
+
     def _finished(self, e: ev.Finished) -> None:
-        request = self._requests[e.request]
+        request = self._under_way(e.request)
         must(request.end is None, "ended twice", f"{e.request}: {request.end}, then {e.reason}")
         request.end = e.reason
         must(
@@ -287,6 +330,7 @@ class Monitor:
         for attempt in request.attempts:
             attempt.end = e.reason
             attempt.made.clear()
+        self._settling.append((e.t + SETTLE_TIME, e.t, e.request))
 
     # -- making tokens -----------------------------------------------------------------------------
 
@@ -417,6 +461,11 @@ class Monitor:
     def _step_failed(self, e: ev.StepFailed) -> None:
         if pages := self._pages.get(e.instance):
             pages.step_ended(failed=True)
+
+    def _stalled(self, e: ev.Stalled) -> None:
+        idle = (e.t - e.since_ns) / SECOND
+        what = f"{e.instance} could have given {e.request} {e.waits_for} for {idle:.3f} s"
+        raise Broken("work is ready and nothing steps", what)
 
     # -- KV on its way -----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ Links     KV that arrived since any moment s is what was handed over before and 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -210,6 +211,11 @@ class Pages:
             lost = f"{e.instance}: {e.pages_locked} pages are locked by nobody"
             must(e.pages_locked == 0, "a lock was lost", lost)
 
+    def balance(self) -> tuple[int, int, int, int]:
+        """How many pages there are, and how many are free, cached, and owned by requests."""
+        owned = sum(owner != CACHE for owner in self.owner.values())
+        return self.num_pages, self.num_pages - len(self.owner), self.cached, owned
+
     def open(self) -> Iterator[tuple[str, str]]:
         """Who still holds anything, and what, for people."""
         for owner in self.held:
@@ -274,6 +280,26 @@ class Line:
 
 
 # -- requests --------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Which turn of each session was sent last: 4 bytes a session."""
+
+    MOST = 1 << 22
+    """Sessions with higher numbers are not known."""
+
+    def __init__(self) -> None:
+        self._last = array("i")
+
+    def sent(self, session: int, turn: int) -> bool:
+        """Whether that turn is later than all that were sent of its session."""
+        if not 0 <= session < self.MOST:
+            return True
+        if session >= len(self._last):
+            self._last.extend([-1] * (session + 1 - len(self._last)))
+        later = turn > self._last[session]
+        self._last[session] = max(turn, self._last[session])
+        return later
 
 
 @dataclass(slots=True)

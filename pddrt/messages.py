@@ -51,6 +51,10 @@ def _count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _count_or_none(value: Any) -> bool:
+    return value is None or _count(value)
+
+
 def _positive(value: Any) -> bool:
     return type(value) is int and value > 0
 
@@ -148,7 +152,8 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "text": _text,
         "logprobs": _logprobs,
     },
-    "end": {"request": _text, "reason": _reason, "detail": _text},
+    # `retry_ns`: after how long a request that was rejected might be taken
+    "end": {"request": _text, "reason": _reason, "detail": _text, "retry_ns": _count_or_none},
     # gateway and instances
     "prefill": {
         "request": _text,
@@ -157,6 +162,7 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "max_tokens": _positive,
         "sampling": _sampling,
         "lease_ns": _count,
+        "begin_ns": _count_or_none,
         "held": _flag,
     },
     "generate": {
@@ -164,7 +170,10 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "max_tokens": _positive,
         "sampling": _sampling,
         "lease_ns": _count,
+        "begin_ns": _count_or_none,
     },
+    # an instance has not begun a request within `begin_ns`, or could not be in time any more
+    "late": {"request": _text, "waited_ns": _count},
     "close": {"request": _text, "answered": _flag},
     "learn": {"request": _text, "prompt_tokens": _count},
     # an instance has ended a request, and `by` whose fault; or goes on with it without `whom`
@@ -222,6 +231,8 @@ MESSAGES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "id": _token,
         "logprobs": _logprobs,
     },
+    # all of it has left P, which waits for `whole` now
+    "sent": {"request": _text, "epoch": _count, "end": _count},
     "withdraw": {"request": _text, "epoch": _count},
     "curtail": {"request": _text, "epoch": _count},
     "whole": {"request": _text},

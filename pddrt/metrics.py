@@ -23,18 +23,24 @@ TPOT = (last - first) / (n - 1).
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from pddrt import trace as ev
-from pddrt.foresight import Foresight
+from pddrt.foresight import HEARS, Foresight
 from pddrt.seam import MainSteps, Seam
 from pddrt.trace import Event
-from pddrt.types import Logprobs, Ns, Sampling
+from pddrt.types import SECOND, Logprobs, Ns, Sampling
 
 LEGS = ("gateway", "prefill_queue", "prefill", "decoder_queue", "transfer", "delivery")
 NEAR_TOKENS = 8
+SETTLE_TIME: Ns = 10 * SECOND
+"""After its end a request is still heard of: instances free it, what was under way arrives."""
+LAST_TIME: Ns = 600 * SECOND
+"""An instance that has not freed it by then is not waited for."""
 
 
 @dataclass(slots=True)
@@ -46,6 +52,8 @@ class RequestRecord:
     turn: int
     sent: Ns
     prompt: str = ""
+    number: int = 0
+    """How many were sent before it."""
     pipeline: str | None = None
     prefill: str | None = None
     relay: str | None = None
@@ -84,9 +92,13 @@ class RequestRecord:
     kv_received: dict[str, int] = field(default_factory=dict)
     wan_kv_bytes: int = 0
     """Of KV that came to the main decoder from another site."""
+    holders: set[tuple[str, str]] = field(default_factory=set)
+    """(attempt, instance) that have reserved memory and not given it back."""
     finish_reason: str | None = None
     finished: Ns | None = None
     detail: str = ""
+    retry_after: Ns | None = None
+    """Of one that was rejected: when it might have been taken."""
 
     @property
     def first_decoder(self) -> str | None:
@@ -181,63 +193,138 @@ class RequestRecord:
 
 
 class Recorder:
-    """Listens to a trace and keeps the records. `role_of` maps instance names to roles."""
+    """Listens to a trace and keeps the records. `role_of` maps instance names to roles.
 
-    def __init__(self, role_of: dict[str, str]) -> None:
+    Where somebody is told of records that are `done`, they need not all be kept: a record is done
+    when its request has ended and nothing is heard of it any more.
+    """
+
+    def __init__(
+        self,
+        role_of: dict[str, str],
+        done: Callable[[RequestRecord], None] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """`done`: called once with each record, in the order in which they are. `keep`: how many
+        stay in `requests` when they are, the first that were sent; and as many of those that did
+        not get their answer. None: all.
+        """
         self.role_of = role_of
         self.sites: dict[str, str] = {}
         self.requests: dict[str, RequestRecord] = {}
+        self.total = 0
+        self._done = done
+        self._keep = keep
+        self._lost = 0
+        self._open: dict[str, RequestRecord] = {}
+        self._settling: deque[tuple[Ns, RequestRecord]] = deque()
         self._prompt_lens: dict[str, int] = {}
         """By attempt."""
         self.main_steps = MainSteps(self._prompt_len)
         self.links: list[ev.LinkTotal] = []
+        self.qualities: list[ev.LinkQuality] = []
         self.pools: list[ev.PoolChecked] = []
         self.instances: dict[str, dict[str, Ns]] = {
             name: {"steps": 0, "busy": 0, "pages": 0, "pages_peak": 0} for name in role_of
         }
         self.end: Ns = 0
         self.foresight = Foresight()
+        self._hears: dict[type[Event], Callable[[Any], None]] = {
+            ev.RequestSent: self._sent,
+            ev.StepBegan: self._step_began,
+            ev.Step: self._step,
+            ev.PagesTaken: self._count_pages,
+            ev.PagesKept: self._count_pages,
+            ev.PagesFreed: self._count_pages,
+            ev.PageTable: lambda _: None,
+            ev.PagesEvicted: lambda _: None,
+            ev.InstanceStarted: self._started,
+            ev.InstanceCrashed: self._crashed,
+            ev.LinkTotal: self.links.append,
+            ev.LinkQuality: self.qualities.append,
+            ev.PoolChecked: self.pools.append,
+        }
 
     def __call__(self, event: Event) -> None:
         self.end = max(self.end, event.t)
-        self.foresight(event)
-        if isinstance(event, ev.PagesTaken | ev.PagesKept | ev.PagesFreed):
-            self._count_pages(event)
-        if isinstance(event, ev.RequestSent):
-            self.requests[event.request] = RequestRecord(
-                event.request,
-                event.session,
-                event.turn,
-                event.t,
-                event.prompt,
-                sampling=Sampling.of(event.sampling),
-            )
-        elif isinstance(event, ev.InstanceStarted):
-            self.sites[event.instance] = event.site
-        elif isinstance(event, ev.LinkTotal):
-            self.links.append(event)
-        elif isinstance(event, ev.PoolChecked):
-            self.pools.append(event)
-        elif isinstance(event, ev.Step):
-            instance = self.instances[event.instance]
-            instance["steps"] += 1
-            instance["busy"] += event.t - event.start_ns
-            instance["pages_peak"] = max(instance["pages_peak"], event.pages_used)
-            if self.role_of[event.instance] == "main":
-                self.main_steps.ended(event)
-        elif isinstance(event, ev.InstanceCrashed):
-            if not event.kept:
-                self.instances[event.instance]["pages"] = 0
-        elif isinstance(event, ev.StepBegan):
-            if self.role_of[event.instance] == "main":
-                self.main_steps.began(event)
-        elif record := self.requests.get(ev.request_of(getattr(event, "request", ""))):
+        kind = type(event)
+        if kind in HEARS:
+            self.foresight(event)
+        if hear := self._hears.get(kind):
+            hear(event)
+        elif record := self._open.get(ev.request_of(getattr(event, "request", ""))):
             self._update(record, event)
             self._beside(record, event)
+        if self._settling and event.t >= self._settling[0][0]:
+            self._settle(event.t)
+
+    def _sent(self, event: ev.RequestSent) -> None:
+        self._open[event.request] = self.requests[event.request] = RequestRecord(
+            event.request,
+            event.session,
+            event.turn,
+            event.t,
+            event.prompt,
+            self.total,
+            sampling=Sampling.of(event.sampling),
+        )
+        self.total += 1
+
+    def _started(self, event: ev.InstanceStarted) -> None:
+        self.sites[event.instance] = event.site
+
+    def _step_began(self, event: ev.StepBegan) -> None:
+        if self.role_of[event.instance] == "main":
+            self.main_steps.began(event)
+
+    def _step(self, event: ev.Step) -> None:
+        instance = self.instances[event.instance]
+        instance["steps"] += 1
+        instance["busy"] += event.t - event.start_ns
+        instance["pages_peak"] = max(instance["pages_peak"], event.pages_used)
+        if self.role_of[event.instance] == "main":
+            self.main_steps.ended(event)
+
+    def _crashed(self, event: ev.InstanceCrashed) -> None:
+        if not event.kept:
+            self.instances[event.instance]["pages"] = 0
+        for record in self._open.values():
+            record.holders = {held for held in record.holders if held[1] != event.instance}
+
+    def _settle(self, now: Ns) -> None:
+        """Lets go of those of whom nothing more is expected."""
+        while self._settling and now >= self._settling[0][0]:
+            _, record = self._settling.popleft()
+            assert record.finished is not None
+            if record.holders and now < record.finished + LAST_TIME:
+                self._settling.append((now + SETTLE_TIME, record))
+            else:
+                self._let_go(record)
+
+    def _let_go(self, record: RequestRecord) -> None:
+        del self._open[record.id]
+        names = [ev.attempt_name(record.id, number) for number in range(record.attempt + 1)]
+        for name in names:
+            self._prompt_lens.pop(name, None)
+            self.main_steps.forget(name)
+            self.foresight.forget(name)
+        lost = record.finish_reason not in ("stop", "length")
+        if self._keep is not None and record.number >= self._keep:
+            if not lost or self._lost >= self._keep:
+                del self.requests[record.id]
+            self._lost += lost
+        if self._done is not None:
+            self._done(record)
+
+    def close(self) -> None:
+        """Nothing more will be heard: all that there are are done, in the order of sending."""
+        self._settling.clear()
+        for record in list(self._open.values()):
+            self._let_go(record)
 
     def legs(self, request: str) -> dict[str, Ns] | None:
         """What the TTFT of `request` is made of; None before its first token."""
-        record = self.requests.get(request)
+        record = self._open.get(request)
         return None if record is None else record.legs
 
     def _prompt_len(self, request: str) -> int | None:
@@ -247,6 +334,12 @@ class Recorder:
         """What steps of a main decoder are between the tokens made there."""
         steps = self.main_steps
         match event:
+            case ev.Admitted():
+                record.holders.add((event.request, event.instance))
+                return
+            case ev.Freed():
+                record.holders.discard((event.request, event.instance))
+        match event:
             case ev.TokensMade() if event.instance == record.main:
                 steps.made(event)
             case ev.Preempted() | ev.Freed() if event.instance == record.main:
@@ -254,6 +347,8 @@ class Recorder:
             case ev.Finished():
                 steps.stopped(ev.attempt_name(record.id, record.attempt))
                 record.seam.others_itl_max = steps.worst.pop(record.id, None)
+                if self._done is not None:
+                    self._settling.append((event.t + SETTLE_TIME, record))
 
     def _count_pages(self, event: ev.PagesTaken | ev.PagesKept | ev.PagesFreed) -> None:
         """Pages that requests own; those that the cache has got may be evicted."""
@@ -328,11 +423,8 @@ class Recorder:
                 record.text += event.text
                 record.logprobs.extend(event.logprobs)
             case ev.Finished():
-                record.finish_reason, record.finished, record.detail = (
-                    event.reason,
-                    event.t,
-                    event.detail,
-                )
+                record.finish_reason, record.finished = event.reason, event.t
+                record.detail, record.retry_after = event.detail, event.retry_ns
 
 
 def _late(record: RequestRecord, event: Any) -> bool:

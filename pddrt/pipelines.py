@@ -26,6 +26,7 @@ from pddrt import plugins, sections
 from pddrt.document import Keys, Problem
 from pddrt.errors import BadInput
 from pddrt.fields import Instance, Pipeline
+from pddrt.netem.net import LinkSpec, route
 from pddrt.policy.route import (
     PIPELINES,
     Alone,
@@ -168,12 +169,23 @@ def site_problems(scenario: Scenario) -> Iterator[Problem]:
             unknown.add(site)
             text = f"{sections.unknown_name(site, linked)} (the sites that links join)"
             yield Problem(keys, text)
+    plain = [
+        LinkSpec(name, (link.between[0], link.between[1]), None, 0)
+        for name, link in scenario.links.items()
+    ]
     for a, b, why, inside_too in _needed_paths(scenario):
-        missing = frozenset((a, b)) not in links and (a != b or inside_too)
+        hops = route(plain, a, b)
+        missing = not hops and (a != b or inside_too)
         if missing and not unknown & {a, b}:
             where = f"inside site {a}" if a == b else f"between sites {a} and {b}"
             yield Problem(("links",), f"no link {where}, which {why} needs; "
                                       f"declare one with between: [{a}, {b}]")  # fmt: skip
+        for hop in hops if len(hops) > 1 else ():
+            if (tcp := scenario.links[hop.name].tcp) != "none":
+                row = ", ".join(h.name for h in hops)
+                yield Problem(("links", hop.name, "tcp"),
+                              f"found '{tcp}' on one of several links in a row ({row}, from {a} to "
+                              f"{b}); allowed there: none")  # fmt: skip
 
 
 def _needed_paths(scenario: Scenario) -> list[tuple[str, str, str, bool]]:

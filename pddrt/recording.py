@@ -15,7 +15,7 @@ import hashlib
 import json
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -99,6 +99,13 @@ class Recording:
         except (KeyError, TypeError, ValueError, BadInput):
             return 0
 
+    @property
+    def home(self) -> str | None:
+        """The gateway's site; None where nobody knows."""
+        gateway = self.scenario.get("gateway")
+        site = gateway.get("site") if isinstance(gateway, dict) else None
+        return site if isinstance(site, str) else None
+
     # -- events ------------------------------------------------------------------------------------
 
     def roles(self) -> dict[str, str]:
@@ -106,13 +113,13 @@ class Recording:
         found = {}
         for line in self._lines():
             if line.startswith(b'{"event":"InstanceStarted"'):
-                event = _decoded(line)
+                event = decoded(line)
                 if isinstance(event, ev.InstanceStarted):
                     found[event.instance] = event.role
         return found
 
-    def events(self) -> Iterator[Event]:
-        """Typed events in the file's order, but for `LEFT_OUT`. Says what is missing at its end, so
+    def events(self, left_out: Collection[str] = LEFT_OUT) -> Iterator[Event]:
+        """Typed events in the file's order, but for `left_out`. Says what is missing at its end, so
         it is to be read once and to the end.
         """
         path = self.folder / "events.jsonl"
@@ -129,14 +136,14 @@ class Recording:
                     f"events.jsonl is cut off in line {number:,}, after {last / SECOND:,.3f} s"
                 )
                 break
-            event = _decoded(line)
+            event = decoded(line, left_out)
             if isinstance(event, Event):
                 self.counts[type(event).__name__] += 1
                 last = max(last, event.t)
                 yield event
             elif event is None:
                 broken, first_broken = broken + 1, first_broken or number
-            elif event in LEFT_OUT:
+            elif event in left_out:
                 self.counts[event] += 1
             else:
                 self.unknown[event] += 1
@@ -192,8 +199,10 @@ class Recording:
                 self.missing.append(f"the summary is computed from the events there are: {seen}")
 
 
-def opened(folder: Path) -> Recording:
-    """The small files. Raises BadInput where the folder is no run."""
+def opened(folder: Path, *, rows: bool = True) -> Recording:
+    """The small files; without `rows` not requests.jsonl, which may be large. Raises BadInput where
+    the folder is no run.
+    """
     there = [name for name in FILES if (folder / name).is_file()]
     if not {"events.jsonl", "requests.jsonl", "summary.json"} & set(there):
         raise BadInput(
@@ -202,7 +211,8 @@ def opened(folder: Path) -> Recording:
     recording = Recording(folder)
     _read_scenario(recording)
     _read_summary(recording)
-    _read_rows(recording)
+    if rows:
+        _read_rows(recording)
     return recording
 
 
@@ -270,14 +280,19 @@ Check = Callable[[Any], Any]
 _NAME_AT = len(b'{"event":"')
 
 
-def _decoded(line: bytes) -> Event | str | None:
+def decoded(line: bytes, left_out: Collection[str] = LEFT_OUT) -> Event | str | None:
     """A typed event; the kind's name where it is not known or left out; None for what is none."""
     name = line[_NAME_AT : line.find(b'"', _NAME_AT)]
-    if line.startswith(b'{"event":"') and name.decode(errors="replace") in LEFT_OUT:
+    if line.startswith(b'{"event":"') and name.decode(errors="replace") in left_out:
         return name.decode()
     value = _object(line)
-    kind = None if value is None else value.get("event")
-    if value is None or not isinstance(kind, str):
+    return None if value is None else typed(value)
+
+
+def typed(value: Json) -> Event | str | None:
+    """As `decoded`, of a line that was parsed; nothing is left out."""
+    kind = value.get("event")
+    if not isinstance(kind, str):
         return None
     form = _FORMS.get(kind)
     if form is None:

@@ -16,13 +16,14 @@ given back, what was measured is saved. A second one ends it at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pddrt import handoffs
+from pddrt.alarm import attentive
 from pddrt.chips import ModelShape
 from pddrt.deployment import Change, Deployment, Rules
 from pddrt.engine.base import Engine
@@ -38,6 +39,7 @@ from pddrt.hosting import (
     free_folder,
     net_for,
     new_loop,
+    peak_for,
     provenance,
     signals_to,
     writing,
@@ -46,23 +48,27 @@ from pddrt.injector import Injector, faulty_engines, local_clocks
 from pddrt.invariants import Monitor, Violation
 from pddrt.kv.pages import PoolCorrupt
 from pddrt.metrics import Recorder
+from pddrt.netem.fidelity import Kept
 from pddrt.netem.net import Net, Topology
 from pddrt.pipelines import chosen_from, kv_tokens, policy_of
 from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.prompts import Framing
+from pddrt.records import RunFiles
 from pddrt.roles.attempts import Recovery
 from pddrt.roles.instance import InstanceSpec
 from pddrt.scenario import CLIENT, ResolvedInstance, Scenario, kv_slots
 from pddrt.simloop import Deadlock
-from pddrt.summary import SCHEMA, request_json, spread, summary
-from pddrt.trace import Event, FaultInjected, FaultMissed, RunStarted, Seconds, Trace, dumps
+from pddrt.summary import SCHEMA, spread, summary
+from pddrt.trace import FLUSH_TIME, Event, RunStarted, Seconds, dumps
 from pddrt.types import SECOND, Ns
 from pddrt.workload import Session, Turn, plan, plan_one
 from pddrt.workload_fields import Trace as TraceWorkload
 
 INTERRUPT_TIME: Ns = 5 * SECOND
 """How long a gentle end may take after the first SIGINT."""
+KEPT = 1_000
+"""Records that a command keeps, of the first requests: more than a screen shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +84,10 @@ class Result:
             raise Interrupted(f"interrupted; what was measured is saved in {self.folder}")
         requests, invariants = self.summary["requests"], self.summary["invariants"]
         broken = invariants["violations"]
-        lost = requests["total"] - requests["finished"]
+        refused = self.summary["overload"]["refused"]
         if self.summary["faults"]["planned"]:  # then a request may end with an error, but must end
-            lost -= requests["rejected"] + requests["aborted"]
+            refused = requests["rejected"] + requests["aborted"]
+        lost = requests["total"] - requests["finished"] - refused
         if self.failure or lost or broken:
             why = [self.failure] if self.failure else []
             why += [f"{lost} of {requests['total']} requests did not finish"] if lost else []
@@ -100,9 +107,16 @@ class Run:
         prompt: str | None = None,
         verify: bool = False,
         shuffle: int | None = None,
+        keep: int | None = None,
+        without: Collection[str] = (),
+        strict: bool = False,
     ) -> None:
         """`verify`: after the run, every answer is judged by the token oracle (`pddrt.verify`).
-        `shuffle`: see `hosting.new_loop`; no token may depend on it.
+        `shuffle`: see `hosting.new_loop`; no token may depend on it. `keep`: of so many requests,
+        the first ones, `recorder` keeps the records when they are over; None: of all. The files
+        have all of them. To verify, all are kept. `without`: "events" (no events.jsonl) or
+        "invariants", to measure what they cost. `strict`: a link that this machine cannot keep is
+        refused (see `hosting.peak_for`).
         """
         self.scenario = scenario
         self._verifies = verify
@@ -110,7 +124,10 @@ class Run:
         self.instances = scenario.resolved(cores())
         self._prompt = prompt
         self.folder = free_folder(out, scenario.name)
-        self.recorder = Recorder({i.name: i.role for i in self.instances})
+        self._without = frozenset(without)
+        slo, roles = scenario.slo, {i.name: str(i.role) for i in self.instances}
+        self._files = RunFiles(self.folder, slo.ttft, slo.tpot, events="events" not in without)
+        self.recorder = Recorder(roles) if verify else Recorder(roles, self._files.add, keep)
         self._listeners: list[Callable[[Event], None]] = [self.recorder]
         self._models: dict[tuple[str, str], LoadedModel | Outline] = {}
         self._sessions: list[Session] = []
@@ -118,7 +135,12 @@ class Run:
         self._stops: list[Callable[[], object]] = []
         self._failure = ""
         self._env: Env | None = None
-        self._lags: list[Ns] = []
+        self._lags: Sequence[Ns] = ()
+        self._strict = strict
+        self._kept: Sequence[Kept] = ()
+        self._strangers = 0
+        self._peak: int | None = None
+        self._priority = "normal"
 
     # -- before ------------------------------------------------------------------------------------
 
@@ -130,6 +152,11 @@ class Run:
     @property
     def expected_requests(self) -> int:
         return sum(len(s.turns) for s in self._sessions)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it has been asked to end early."""
+        return self._interrupted
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         self._listeners.append(listener)
@@ -252,50 +279,47 @@ class Run:
         the run (verifying). Raises CannotRun where it cannot start, or the folder cannot be
         written.
         """
-        with signals_to(self._interrupt):
+        topology = self.scenario.topology((CLIENT,))
+        self._peak = peak_for(self.scenario.clock, topology, self._strict)
+        with signals_to(self.interrupt):
             with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for old in ("requests.jsonl", "summary.json"):
-                    (self.folder / old).unlink(missing_ok=True)
-                (self.folder / "scenario.yaml").write_text(
-                    self.scenario.dump(cores()), encoding="utf-8"
-                )
-                for instance in self.instances:
-                    if instance.profile is not None:
-                        copy = self.folder / instance.profile_copy
-                        copy.write_bytes(instance.profile.read_bytes())
-                file = open(self.folder / "events.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+                self.trace = self._files.open(self.scenario, self.instances)
             watch = Stopwatch()
-            self.trace = Trace(file)
-            self.monitor = Monitor(self._violated, self.trace.events, self.recorder.legs)
-            checks: list[Callable[[Event], None]] = [self.monitor, self._stop_if_unsaved]
-            for listener in self._listeners + checks:
+            self.monitor = Monitor(self._violated, self.trace.recent, self.recorder.legs)
+            listeners = [*self._listeners, self._stop_if_unsaved]
+            if "invariants" not in self._without:
+                listeners.insert(-1, self.monitor)
+            for listener in listeners:
                 self.trace.listen(listener)
             loop = partial(new_loop, self.scenario.clock, self._shuffle)
             try:
-                with asyncio.Runner(loop_factory=loop) as runner:
+                wall_clock = self.scenario.clock == "wall"
+                with attentive(wall_clock) as got, asyncio.Runner(loop_factory=loop) as runner:
+                    self._priority = got
                     runner.run(self._main())
             except (Deadlock, PoolCorrupt) as error:
                 self._fail(error)
             finally:
-                with writing(self.folder), file:
-                    if self.trace.error is not None:
-                        raise self.trace.error
+                with writing(self.folder):
+                    self._files.close_events()
             wall = watch.elapsed()
         if self._verifies and not self._interrupted:
             self._verify(progress)
-        with signals_to(self._interrupt), writing(self.folder):
-            return self._save(wall)
+        with signals_to(self.interrupt), writing(self.folder):
+            result = self._save(wall)
+            self._files.index(progress)
+            return result
 
     def _violated(self, violation: Violation) -> None:
         """What is not right any more is not worth going on with, either."""
+        self.trace.flush()
         if self._env is not None:
             self._env.fail(violation)
 
     def _stop_if_unsaved(self, event: Event) -> None:
         """A run whose events cannot be kept is not worth going on with."""
-        if self.trace.error is not None and not self._interrupted:
-            self._interrupt()
+        if self._files.error is not None and not self._interrupted:
+            self.interrupt()
 
     async def _main(self) -> None:
         virtual = self.scenario.clock == "virtual"
@@ -305,9 +329,11 @@ class Run:
             RunStarted(env.now(), self.scenario.name, self.scenario.seed, self.scenario.clock)
         )
         topology = self.scenario.topology((CLIENT,))
-        deployment = self._deploy(env, net_for(env, topology), topology)
+        net = net_for(env, topology)
+        deployment = self._deploy(env, net, topology)
         lag = LagMeter(env) if isinstance(env, WallEnv) else None
-        metering = asyncio.ensure_future(lag.run()) if lag else None
+        beside = [lag.run(), self._flush(env)] if lag else []
+        tasks = [asyncio.ensure_future(work) for work in beside]
         try:
             await self._play(env, deployment)
         except Violation:
@@ -320,10 +346,17 @@ class Run:
                 deployment.account()
             except PoolCorrupt as error:
                 self._fail(error)
+            self._kept, self._strangers = net.kept(), net.strangers
             self.monitor.finish()
-            if metering is not None and lag is not None:
-                metering.cancel()
-                self._lags = lag.lags
+            for task in tasks:
+                task.cancel()
+            self._lags = lag.lags if lag else ()
+
+    async def _flush(self, env: Env) -> None:
+        """On the wall clock events may be few and far between."""
+        while True:
+            await env.sleep(FLUSH_TIME)
+            self._files.flush()
 
     def _fail(self, error: Exception) -> None:
         self._failure = "; ".join(filter(None, (self._failure, str(error))))
@@ -343,14 +376,14 @@ class Run:
         working = asyncio.ensure_future(work())
         self._stops = [working.cancel, stop]
         if self._interrupted:
-            self._interrupt()
+            self.interrupt()
         try:
             await env.run_or_fail(working)
         except asyncio.CancelledError:
             if not self._interrupted:
                 raise
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """A signal: the first ends the run gently, the second at once. May come at any moment:
         before the loop runs, between any two instructions of it, after it.
         """
@@ -378,7 +411,7 @@ class Run:
             admission=Admission(
                 scenario.admission.max_requests,
                 scenario.admission.max_tokens,
-                scenario.admission.shed_after,
+                scenario.shed_after,
             ),
             recovery=Recovery(scenario.recovery.retries, scenario.recovery.backoff),
         )
@@ -454,10 +487,12 @@ class Run:
         return verify(requests, dtypes, passes.__getitem__, progress, ends)
 
     def _save(self, wall: Ns) -> Result:
-        slo = self.scenario.slo
-        with open(self.folder / "requests.jsonl", "w", encoding="utf-8") as file:
+        if self._verifies:
             for record in self.recorder.requests.values():
-                file.write(dumps(request_json(record, slo.ttft, slo.tpot)) + "\n")
+                self._files.add(record)
+        self.recorder.close()
+        self._files.close_requests()
+        slo = self.scenario.slo
         numbers = {
             "schema": SCHEMA,
             "name": self.scenario.name,
@@ -467,8 +502,8 @@ class Run:
             "virtual_s": Seconds(self.recorder.end) if self.scenario.clock == "virtual" else None,
             "digest": self.trace.digest,
             "interrupted": self._interrupted,
-            **summary(self.recorder, slo.ttft, slo.tpot, self.monitor.report()),
-            "faults": self._faults(),
+            **summary(self.recorder, slo.ttft, slo.tpot, self.monitor.report(), self._files.tally),
+            "faults": {"planned": len(self.scenario.faults), **self._files.faults},
             "loop_lag_s": {
                 k: v for k, v in spread(self._lags).items() if k in ("p50", "p99", "max")
             },
@@ -477,16 +512,13 @@ class Run:
         (self.folder / "summary.json").write_text(dumps(numbers) + "\n", encoding="utf-8")
         return Result(self.folder, numbers, self._interrupted, self._failure)
 
-    def _faults(self) -> dict[str, int]:
-        kinds = [type(event) for event in self.trace.events]
-        struck = {"injected": kinds.count(FaultInjected), "missed": kinds.count(FaultMissed)}
-        return {"planned": len(self.scenario.faults), **struck}
-
     def _provenance(self) -> dict[str, Any]:
         late = max((link.late_p99_ns for link in self.recorder.links), default=0)
         model = next(iter(self._models.values()))
         threads = {i.name: i.threads for i in self.instances}
-        return provenance(model, threads, self.scenario.clock == "virtual", late)
+        virtual, measured = self.scenario.clock == "virtual", (self._kept, self._peak)
+        about = provenance(model, threads, virtual, late, *measured, self._priority)
+        return {**about, "strangers": self._strangers}
 
 
 def _anomaly(scenario: Scenario) -> Anomaly | None:

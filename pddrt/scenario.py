@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr
 
-from pddrt import document, faults, handoffs, pipelines, profiles, sections
+from pddrt import document, faults, handoffs, links, pipelines, profiles, sections
 from pddrt.chips import CHIPS, Chip, ModelShape, chip_cost, figures_cost
 from pddrt.document import Document, Keys, Problem
 from pddrt.errors import BadInput
@@ -37,8 +37,6 @@ from pddrt.fields import (
     Gateway,
     Handoff,
     Instance,
-    Link,
-    Name,
     Pipeline,
     RecoveryFields,
     Router,
@@ -47,10 +45,11 @@ from pddrt.fields import (
     Slo,
     Tokens,
 )  # fmt: skip
-from pddrt.netem.net import LinkSpec, Topology
+from pddrt.link_fields import Link, Name
+from pddrt.netem.net import Topology
 from pddrt.sections import Allowed, Checked, Section
 from pddrt.types import SECOND, Ns, Role, Sampling, StepCost
-from pddrt.units import PositiveDuration, format_duration, shown
+from pddrt.units import PositiveDuration, shown
 from pddrt.workload import Workload
 
 CLIENT, GATEWAY = "client", "gateway"
@@ -112,32 +111,56 @@ class Scenario(Section):
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
         Allowed("letters, digits, . _ and -"),
     ]
+    """Names the run, and its folder."""
     seed: Annotated[
         int, Field(ge=0, lt=1 << 63), Allowed("a whole number from 0 to 9,223,372,036,854,775,807")
     ] = 0
+    """Root of all randomness: workload, sampling, jitter, faults."""
     clock: Literal["wall", "virtual"] = "wall"
+    """`wall`: real sockets, real time. `virtual`: the same roles on a simulated clock, the same to
+    the byte each time, as fast as the machine can."""
     model: Annotated[
         str, Field(min_length=1, max_length=4096), Allowed("a model's name, hub id or folder")
     ] = "smollm2-135m"
+    """What is served: `smollm2-135m`, `tiny`, `tiny-qwen2`, any hub id or a local folder."""
     dtype: Dtype = "bfloat16"
+    """Of weights and KV, where an instance does not say otherwise. float32 or float64 for exact
+    comparison."""
     page_tokens: Tokens = 16
+    """Token slots of a KV page, where an instance does not say otherwise."""
     links: dict[Name, Link] = Field(default_factory=dict)
+    """The network: links by name. Two sites that no link joins cannot talk."""
     instances: dict[Name, Instance]
+    """Who there is: groups of equal instances by name."""
     pipeline: Pipeline = Pipeline()
+    """How a request gets from prefill to decode."""
     handoff: Handoff = Handoff()
+    """How a relay decoder hands an answer over."""
     anomaly: AnomalyFields | None = None
+    """Requests whose transfer is not worth it, and which therefore end on the relay. Absent:
+    none."""
     workload: Workload
+    """What is asked, and when."""
     router: Router = Router()
+    """What the gateway knows of instances, and how old that is."""
     admission: AdmissionFields = AdmissionFields()
+    """Who is refused under overload."""
     recovery: RecoveryFields = RecoveryFields()
+    """What is tried again when an instance is lost."""
     gateway: Gateway = Gateway()
+    """Where users connect."""
     sampling: SamplingFields = SamplingFields()
+    """How ids are drawn, and what ends an answer."""
     slo: Slo = Slo()
+    """What counts as served in time, for `slo_attainment` and `goodput_rps`."""
     scale: Annotated[
         tuple[Scale, ...], Field(strict=False), Allowed("a list of {at, instances, count}")
     ] = ()
+    """Instances that join or leave in mid-run."""
     deadline: PositiveDuration = 600 * SECOND
+    """A request that is not finished so long after it was sent is aborted."""
     faults: FaultPlan = ()
+    """What goes wrong, and when."""
 
     _origin: _Origin = PrivateAttr(default_factory=_Origin)
 
@@ -152,6 +175,15 @@ class Scenario(Section):
         """Where the scenario was written; None if it was not."""
         written = self._origin.written
         return Path(written.file).parent if written else None
+
+    @property
+    def shed_after(self) -> Ns | None:
+        """A time to first token that would be too long to let a request in; None: nobody is
+        refused for that."""
+        rule: Ns | str = self.admission.shed_after
+        if isinstance(rule, str):
+            return self.slo.ttft if rule == "slo" else None
+        return rule
 
     def where(self, path: str) -> str:
         """FILE:LINE of a field (`instances.p0.kv_memory`), or the option that set it."""
@@ -184,6 +216,14 @@ class Scenario(Section):
             )
             for (name, group, entry), count in zip(entries, threads, strict=True)
         )  # fmt: skip
+
+    def link_files(self) -> list[tuple[Path, str]]:
+        """Files that links name, and what they are called in a run folder."""
+        return [
+            (path, copy)
+            for name, link in self.links.items()
+            for path, copy, _ in links.files(name, link, self.folder)
+        ]
 
     def changes(self) -> list[tuple[Ns, str, bool]]:
         """When which instance joins (True) or leaves, in order; who has the highest number goes
@@ -223,7 +263,10 @@ class Scenario(Section):
         gateway = self.gateway.model_copy(update={"site": self.gateway_site})
         made = Scale.model_construct
         scale = tuple(made(at=at, instances=n, count=int(joins)) for at, n, joins in changes)
-        return self.model_copy(update={"instances": instances, "gateway": gateway, "scale": scale})
+        copies = {n: links.with_copies(n, link, self.folder) for n, link in self.links.items()}
+        return self.model_copy(
+            update={"instances": instances, "gateway": gateway, "scale": scale, "links": copies}
+        )
 
     def dump(self, cores: int = 1) -> str:
         """YAML of the scenario as it is run; loads again to one equal to `as_run(cores)`."""
@@ -234,11 +277,8 @@ class Scenario(Section):
         """Sites of all instances, of the gateway and of the clients beside it, and the links."""
         sites = {instance.name: instance.site for instance in self.resolved()}
         sites |= dict.fromkeys((GATEWAY, *clients), self.gateway_site)
-        links = [
-            LinkSpec(name, (link.between[0], link.between[1]), link.rate, link.delay, link.jitter)
-            for name, link in self.links.items()
-        ]
-        return Topology(sites, links)
+        specs = [links.spec(name, link, self.folder) for name, link in self.links.items()]
+        return Topology(sites, specs)
 
 
 def kv_slots(memory_bytes: int, bytes_per_token: int, page_tokens: int) -> int:
@@ -323,8 +363,8 @@ def _scale_problems(scenario: Scenario) -> Iterator[Problem]:
 
 def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]:
     yield from _clock_problems(scenario)
-    if checked.usable("links", "*", "delay"):
-        yield from _link_problems(scenario)
+    if checked.usable("links", "*", "*"):
+        yield from links.problems(scenario.links, scenario.folder)
     if checked.usable("instances", "*", "engine"):
         yield from _engine_problems(scenario)
     yield from _name_problems(scenario)
@@ -342,14 +382,11 @@ def _across(scenario: Scenario, checked: Checked[Scenario]) -> Iterator[Problem]
 
 def _place(scenario: Scenario) -> faults.Place:
     """What its faults may speak of."""
-    links = {
-        name: ((link.between[0], link.between[1]), link.rate, link.delay)
-        for name, link in scenario.links.items()
-    }
+    places = {name: links.place(link) for name, link in scenario.links.items()}
     sites = [pipelines.home(scenario, entry) for entry in scenario.instances.values()]
-    sites += [site for between, _, _ in links.values() for site in between]
+    sites += [site for between, _, _ in places.values() for site in between]
     names = [name for name, _, _ in _expanded(scenario.instances, scenario.scale)]
-    return faults.Place(names, (GATEWAY, CLIENT), list(dict.fromkeys(sites)), links)
+    return faults.Place(names, (GATEWAY, CLIENT), list(dict.fromkeys(sites)), places)
 
 
 def _profile(entry: Instance, written: Document | None) -> Path | None:
@@ -393,15 +430,6 @@ def _clock_problems(scenario: Scenario) -> Iterator[Problem]:
         elif entry.step_time == "chip" and entry.chip is None:
             yield Problem(keys, f"found 'chip', but no chip is given; allowed with chip: "
                                 f"{' | '.join(CHIPS)} | {{flops, memory, bandwidth}}")  # fmt: skip
-
-
-def _link_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Jitter that a delay of 0 has no room for."""
-    for name, link in scenario.links.items():
-        if link.jitter and not link.delay:
-            yield Problem(("links", name, "jitter"),
-                          f"found {format_duration(link.jitter)} with a delay of 0, which has no "
-                          "room for it; allowed there: 0")  # fmt: skip
 
 
 def _engine_problems(scenario: Scenario) -> Iterator[Problem]:

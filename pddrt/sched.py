@@ -192,13 +192,15 @@ def _urgency(sequence: SequenceState) -> int:
 class Pace:
     """How long steps take here, learnt from those that were: what a peer may be told.
 
-    `step`: a step of decodes only; `token`: what each further token adds. Both in ns, 0 while
-    unknown; exponentially weighted means, a quarter of each new value.
+    `step`: a step of decodes only; `token`: what each further token adds; `prompt`: a token of a
+    prompt, with whatever shares its steps. All in ns, 0 while unknown; exponentially weighted
+    means, a quarter of each new value.
     """
 
     def __init__(self) -> None:
         self.step: Ns = 0
         self.token: Ns = 0
+        self.prompt: Ns = 0
 
     def note(self, batch: Batch, duration: Ns) -> None:
         """A step with this batch took so long."""
@@ -207,6 +209,8 @@ class Pace:
             self.step = _weighted(self.step, duration)
         elif self.step:
             self.token = _weighted(self.token, max(0, duration - self.step) // more)
+        if batch.prefill_tokens:
+            self.prompt = _weighted(self.prompt, duration // batch.prefill_tokens)
 
 
 def _weighted(mean: Ns, value: Ns) -> Ns:
@@ -228,6 +232,11 @@ class Admission:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def first(self) -> str | None:
+        """Whose turn is next."""
+        return self._queue[0].request if self._queue else None
 
     def add(self, request: str, *, first: bool = False) -> None:
         """`first`: ahead of all who wait; for those that had begun."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pddrt import trace as ev
+from pddrt.distribution import Distribution
 from pddrt.trace import Event
 from pddrt.types import Ns
 
@@ -96,8 +97,8 @@ class MainSteps:
         self._prompt_len = prompt_len
         self._running: dict[str, list[str]] = {}
         self._decoding: dict[str, _Decoding] = {}
-        self.quiet: list[Ns] = []
-        self.beside: list[Ns] = []
+        self.quiet = Distribution()
+        self.beside = Distribution()
         self.worst: dict[str, Ns] = {}
         """By request that was extended: the largest gap of another beside it."""
 
@@ -125,10 +126,15 @@ class MainSteps:
         for other in before.beside:
             self.worst[other] = max(gap, self.worst.get(other, 0))
         if before.beside:
-            self.beside.append(gap)
+            self.beside.add(gap)
         elif not before.extended:
-            self.quiet.append(gap)
+            self.quiet.add(gap)
 
     def stopped(self, request: str) -> None:
         """It is over there, or has to wait."""
         self._decoding.pop(request, None)
+
+    def forget(self, request: str) -> None:
+        """Nothing will be heard of it any more."""
+        self.stopped(request)
+        self.worst.pop(request, None)

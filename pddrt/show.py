@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pddrt import links
 from pddrt.metrics import LEGS, Recorder, RequestRecord
 from pddrt.pipelines import chosen_from
 from pddrt.scenario import ResolvedInstance, Scenario
 from pddrt.trace import Routed, Seconds
 from pddrt.types import LETTER, Ns
-from pddrt.units import format_duration, format_rate, format_size
+from pddrt.units import format_duration, format_size
+from pddrt.units import many as many
 
 STYLE = {"P": "color(166)", "R": "color(32)", "M": "color(28)"}
 MAX_BAR = 100
@@ -78,10 +80,6 @@ def size(count: int) -> str:
     return format_size(count, 3)
 
 
-def many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 # -- before: who is who ----------------------------------------------------------------------------
 
 
@@ -106,10 +104,7 @@ def intro(
                 Text(f"site {sites}", style), does[role],
             )  # fmt: skip
     for name, link in scenario.links.items():
-        facts = [format_rate(link.rate) if link.rate is not None else "no limit of rate"]
-        facts += [format_duration(link.delay)] if link.delay else []
-        facts += [f"jitter {format_duration(link.jitter)}"] if link.jitter else []
-        table.add_row("", "link", name, "-".join(link.between), ", ".join(facts))
+        table.add_row("", "link", name, "-".join(link.between), ", ".join(links.facts(link)))
     yield table
     yield Text()
 
@@ -249,6 +244,9 @@ def results(summary: Mapping[str, Any], recorder: Recorder, width: int) -> Itera
         yield Text(f"violated: {clean(line)}", "bold red")
     if line := late(summary):
         yield Text(line, "bold")
+    if strangers := summary["provenance"].get("strangers"):
+        said = f"{many(strangers, 'connection')} to this run's ports did not speak its protocol"
+        yield Text(f"{said}; dropped", "bold")
 
 
 def _lost(recorder: Recorder) -> Iterator[RequestRecord]:
@@ -297,6 +295,9 @@ def late(summary: Mapping[str, Any]) -> str:
     fidelity = summary["provenance"]["fidelity"]
     if fidelity["verdict"] in ("ok", "exact"):
         return ""
+    if why := fidelity.get("why"):
+        more = f" (and {many(len(why) - 1, 'other thing')})" if len(why) > 1 else ""
+        return f"{fidelity['verdict']}: {clean(why[0])}{more}, so trust the times less"
     ways = [
         (way["late_p99_s"].ns, way["late_max_s"].ns, f"link {name}, {ends.replace('>', ' to ')}")
         for name, link in summary["links"].items()

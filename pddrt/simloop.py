@@ -31,6 +31,9 @@ from pddrt.types import SECOND, Ns
 
 _Ts = TypeVarTuple("_Ts")
 
+MANY = 100
+"""Cancelled timers that may wait until they are due."""
+
 
 class Deadlock(RunFailed):
     """No task can run and no timer is pending, but the run is not over."""
@@ -50,6 +53,13 @@ class SimTask(asyncio.Task[Any]):
         return self._number
 
 
+class SimTimer(asyncio.TimerHandle):
+    """A timer that knows whether it is still in its loop's heap."""
+
+    __slots__ = ("waits",)
+    waits: bool
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     """A virtual-time loop. `shuffle` (a seed) permutes callbacks that are due at the same
     instant."""
@@ -57,7 +67,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def __init__(self, shuffle: int | None = None) -> None:
         self._now: Ns = 0
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[Ns, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[Ns, int, SimTimer]] = []
+        self._cancelled = 0
+        """Timers among them that will not fire."""
         self._numbers = itertools.count()
         self.task_numbers = itertools.count()
         self._shuffle = None if shuffle is None else random.Random(shuffle)
@@ -99,8 +111,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Run `callback` when the clock stands at `when` (at once, in order, if that is past)."""
-        handle = asyncio.TimerHandle(when / SECOND, callback, args, self, context)
+        handle = SimTimer(when / SECOND, callback, args, self, context)
         heapq.heappush(self._timers, (max(when, self._now), next(self._numbers), handle))
+        handle.waits = True
         return handle
 
     def call_later(
@@ -121,8 +134,11 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at_ns(round(when * SECOND), callback, *args, context=context)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are dropped when they reach the head of the heap."""
+    def _timer_handle_cancelled(self, handle: SimTimer) -> None:
+        """Cancelled timers are dropped when they reach the head of the heap, or are most of it:
+        of deadlines nearly all are cancelled, long before they are due.
+        """
+        self._cancelled += handle.waits
 
     # -- futures and tasks ------------------------------------------------------------------------
 
@@ -184,16 +200,26 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Moves the clock to the next deadline and makes its timers ready; False when there is
         none."""
         timers = self._timers
+        if self._cancelled > max(MANY, len(timers) // 2):
+            timers[:] = [timer for timer in timers if not timer[2].cancelled()]
+            heapq.heapify(timers)
+            self._cancelled = 0
         while timers and timers[0][2].cancelled():
-            heapq.heappop(timers)
+            self._pop()
         if not timers:
             return False
         self._now = timers[0][0]
         while timers and timers[0][0] == self._now:
-            handle = heapq.heappop(timers)[2]
+            handle = self._pop()
             if not handle.cancelled():
                 self._ready.append(handle)
         return True
+
+    def _pop(self) -> SimTimer:
+        handle = heapq.heappop(self._timers)[2]
+        handle.waits = False
+        self._cancelled -= handle.cancelled()
+        return handle
 
     def _deadlock_report(self) -> str:
         lines = [f"deadlock at {self._now / SECOND:.9f} s: nothing can run and no timer is set"]

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import json.encoder
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args, get_type_hints
 
 from pddrt.types import SECOND, Logprobs, Ns, Sampling
 
@@ -353,6 +355,18 @@ class StepFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled(Event):
+    """An instance could have done something for this request since then, and did nothing (see
+    `stalls`). `waits_for`: a step, or memory.
+    """
+
+    request: str
+    waits_for: str
+    instance: str
+    since_ns: Ns
+
+
+@dataclass(frozen=True, slots=True)
 class KVSent(Event):
     """`src` read the KV of [start, end) and hands it to a stream to `dst`."""
 
@@ -563,12 +577,15 @@ class TokensReceived(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The client's stream ended. `detail` says why a request was rejected or aborted."""
+    """The client's stream ended. `detail` says why a request was rejected or aborted;
+    `retry_ns`, after how long one that was rejected might be taken.
+    """
 
     request: str
     reason: str
     output_tokens: int
     detail: str
+    retry_ns: Ns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,6 +617,23 @@ class LinkTotal(Event):
     late_max_ns: Ns
 
 
+@dataclass(frozen=True, slots=True)
+class LinkQuality(Event):
+    """How one direction of a link was met: the delay with which things came, order kept, and under
+    TCP the segments sent again, dropped by the queue, lost on the way. Told after the run of links
+    with a TCP, a trace, or a jitter that is more than a deviation.
+    """
+
+    link: str
+    src_site: str
+    dst_site: str
+    delay_mean_ns: Ns
+    delay_deviation_ns: Ns
+    resent: int
+    dropped: int
+    lost: int
+
+
 class Seconds:
     """A time for a file: shown in seconds, exactly, with nine decimals."""
 
@@ -609,11 +643,17 @@ class Seconds:
         self.ns = ns
 
     def __str__(self) -> str:
-        sign, ns = ("-", -self.ns) if self.ns < 0 else ("", self.ns)
-        return f"{sign}{ns // SECOND}.{ns % SECOND:09d}"
+        return _seconds(self.ns)
+
+
+def _seconds(ns: Ns) -> str:
+    if ns < 0:
+        return "-" + _seconds(-ns)
+    return f"{ns // SECOND}.{ns % SECOND:09d}"
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_text = json.encoder.encode_basestring
 
 
 def dumps(value: Any) -> str:
@@ -628,36 +668,92 @@ def dumps(value: Any) -> str:
     return _encode(value)
 
 
+Line = Callable[[Any], str]
+
+
+def _whole(ids: Iterable[int]) -> str:
+    return "[" + ",".join(map(str, ids)) + "]"
+
+
+def _pairs(ranges: PageRanges) -> str:
+    return "[" + ",".join([f"[{first},{count}]" for first, count in ranges]) + "]"
+
+
+def _spans(spans: Iterable[tuple[str, int, int]]) -> str:
+    return "[" + ",".join([f"[{_text(name)},{a},{b}]" for name, a, b in spans]) + "]"
+
+
+_PLAIN = {
+    int: "{e.%s}",
+    bool: "{'true' if e.%s else 'false'}",
+    str: "{_text(e.%s)}",
+    str | None: "{'null' if e.%s is None else _text(e.%s)}",
+    int | None: "{'null' if e.%s is None else e.%s}",
+    tuple[int, ...]: "{_whole(e.%s)}",
+    PageRanges: "{_pairs(e.%s)}",
+    tuple[tuple[str, int, int], ...]: "{_spans(e.%s)}",
+}
+"""How a field of a type is written, within an f-string; all others by `dumps`."""
+
+
 @cache
-def _form(kind: Any) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
-    """How events of a class begin; for each field its name, its key, and whether it is a time."""
-    names = [f.name for f in fields(kind) if f.name != "t" and f.metadata != BESIDE]
-    timed = [name.endswith("_ns") for name in names]
-    keys = [name[:-3] + "_s" if time else name for name, time in zip(names, timed, strict=True)]
-    texts = [f',"{key}":' for key in keys]
-    return f'{{"event":"{kind.__name__}","t_s":', tuple(zip(names, texts, timed, strict=True))
+def _line_of(kind: Any) -> Line:
+    """The function that writes events of a class. It is made from their fields, as dataclasses make
+    their own methods: half of a modelled run's events are small, and a loop over the fields of each
+    takes four times as long.
+    """
+    parts = [f'{{{{"event":"{kind.__name__}","t_s":{{_seconds(e.t)}}']
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        if f.name == "t" or f.metadata == BESIDE:
+            continue
+        key = f.name
+        if not key.endswith("_ns"):
+            form = _PLAIN.get(hints[f.name], "{dumps(e.%s)}")
+        else:
+            key = key.removesuffix("_ns") + "_s"
+            form = "{_seconds(e.%s)}"
+            if type(None) in get_args(hints[f.name]):
+                form = "{'null' if e.%s is None else _seconds(e.%s)}"
+        parts.append(f'"{key}":{form.replace("%s", f.name)}')
+    source = ",".join(parts) + "}}"
+    made: Line = eval(f'lambda e: f"""{source}"""', globals())
+    return made
 
 
 def to_line(event: Event) -> str:
     """One line of events.jsonl, without the newline."""
     kind: Any = type(event)
-    head, form = _form(kind)
-    parts = [head, str(Seconds(event.t))]
-    for name, key, timed in form:
-        value = getattr(event, name)
-        if timed and value is not None:
-            value = Seconds(value)
-        parts += (key, dumps(value))
-    return "".join(parts) + "}"
+    return _line_of(kind)(event)
+
+
+WINDOW = 20_000
+"""So many of the latest events a trace remembers."""
+CHUNK = 1 << 16
+"""Bytes of lines that are written at once..."""
+FLUSH_TIME: Ns = SECOND
+"""... or those of so much time: a run that is killed has lost no more."""
 
 
 class Trace:
-    """The run's events, in order. Appends only; listeners see each event once, as it happens."""
+    """The run's events, in order: counted, written, told to listeners, each once, as it happens.
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        self.events: list[Event] = []
+    They go to the file and are forgotten, but for the `recent` ones: memory does not grow with a
+    run. Who needs more of them listens, or reads the file.
+    """
+
+    def __init__(self, file: TextIO | None = None, *, log: bool = True) -> None:
+        """`log` off: there are no lines, hence no digest; listeners hear the events all the
+        same.
+        """
+        self.count = 0
+        self.recent: deque[Event] = deque(maxlen=WINDOW)
         self._listeners: list[Callable[[Event], None]] = []
         self._file = file
+        self._log = log
+        self._lines: list[str] = []
+        self._size = 0
+        self._due: Ns = 0
         self.error: OSError | None = None
         """Why the file lacks events: from the first that could not be written none is."""
         self._digest = hashlib.blake2b(digest_size=16)
@@ -669,18 +765,36 @@ class Trace:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        self.events.append(event)
-        line = to_line(event) + "\n"
-        self._digest.update(line.encode())
-        if self._file is not None and self.error is None:
-            try:
-                self._file.write(line)
-            except OSError as error:
-                self.error = error
+        self.count += 1
+        self.recent.append(event)
+        if self._log:
+            line = to_line(event)
+            self._lines.append(line)
+            self._size += len(line)
+            if self._size >= CHUNK or event.t >= self._due:
+                self._due = event.t + FLUSH_TIME
+                self.flush()
         for listener in self._listeners:
             listener(event)
+
+    def flush(self) -> None:
+        """Writes what has not been written, for others to read."""
+        if not self._lines:
+            return
+        self._lines.append("")
+        text = "\n".join(self._lines)
+        self._lines.clear()
+        self._size = 0
+        self._digest.update(text.encode())
+        if self._file is not None and self.error is None:
+            try:
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:
+                self.error = error
 
     @property
     def digest(self) -> str:
         """blake2b-128 over the lines of events.jsonl so far."""
+        self.flush()
         return self._digest.hexdigest()

@@ -265,3 +265,8 @@ PositiveDuration = Annotated[
 PositiveSize = Annotated[int, Quantity(parse_size, format_size, SIZES, positive=True)]
 Frequency = Annotated[float, Quantity(parse_frequency, format_frequency, FREQUENCIES)]
 Compute = Annotated[int, Quantity(parse_compute, format_compute, COMPUTES, positive=True)]
+
+
+def many(count: int, what: str) -> str:
+    """A number and what there are so many of."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

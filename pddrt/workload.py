@@ -10,7 +10,8 @@ holds the ids of whole prompts.
     closed     `requests` single-turn requests, `concurrency` at a time: one ends, the next is sent
     trace      the requests of a public trace (see `traces`), when they came, as long as they were
 
-The first arrival of a Poisson process is put at 0, the others follow at exponential gaps.
+The first arrival of a Poisson process is put at 0, the others follow at exponential gaps; in a
+surge, at its rate.
 
 Prompt lengths are in tokens where the caller lends a `count_tokens`; without one they are estimated
 (see `prompts`). They are lengths of texts: what a chat template adds is on top, and known to the
@@ -41,6 +42,7 @@ from pddrt.workload_fields import (
     Range,
     Sessions,
     Short,
+    Surge,
     SystemTokens,
     Trace,
     Workload,
@@ -200,8 +202,11 @@ class _Planner:
 
     def sessions(self) -> list[Session]:
         workload = self.workload
-        rate = None if isinstance(workload, Closed) else workload.rate
-        starts = _arrivals(len(self.turns), rate, _rng(self.seed, "arrivals"))
+        count, rng = len(self.turns), _rng(self.seed, "arrivals")
+        if isinstance(workload, Closed):
+            starts = _arrivals(count, None, rng)
+        else:
+            starts = _arrivals(count, workload.rate, rng, workload.surges)
         short = _short_ones(len(starts), workload.short, _rng(self.seed, "short"))
         found = [self._session(n, *what) for n, what in enumerate(zip(starts, short, strict=True))]
         if self.deck is not None:
@@ -331,13 +336,30 @@ def _exponential(mean: Ns, rng: random.Random) -> Ns:
     return round(rng.expovariate(1.0) * mean)
 
 
-def _arrivals(count: int, rate: float | None, rng: random.Random) -> list[Ns]:
+def _arrivals(
+    count: int, rate: float | None, rng: random.Random, surges: Sequence[Surge] = ()
+) -> list[Ns]:
     if rate is None:
         return [0] * count
-    starts = [0]
+    starts, now = [0], 0
     while len(starts) < count:
-        starts.append(starts[-1] + _exponential(round(SECOND / rate), rng))
+        rate_now, until = _rate_at(now, rate, surges)
+        now += _exponential(round(SECOND / rate_now), rng)
+        if until is not None and now >= until:
+            now = until  # a Poisson process has no memory: from here on at the next rate
+        else:
+            starts.append(now)
     return starts
+
+
+def _rate_at(now: Ns, rate: float, surges: Sequence[Surge]) -> tuple[float, Ns | None]:
+    """At which rate arrivals come now, and until when."""
+    for surge in surges:
+        if now < surge.at:
+            return rate, surge.at
+        if now < surge.end:
+            return surge.rate, surge.end
+    return rate, None
 
 
 def _short_ones(count: int, short: Short | None, rng: random.Random) -> list[bool]:

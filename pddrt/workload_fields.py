@@ -7,6 +7,7 @@ One section a kind; `workload` makes plans of them and says what the kinds are. 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,7 +23,8 @@ from pydantic import (
 
 from pddrt.hitrate import AGENTS, INTERVALS
 from pddrt.sections import Allowed, ByKey, Later, Section, unknown_name
-from pddrt.units import Duration, Frequency
+from pddrt.types import Ns
+from pddrt.units import Duration, Frequency, PositiveDuration, format_duration
 
 PROMPT_OUTPUT_TOKENS = 128
 """Longest answer to a single prompt that is asked in place of a trace."""
@@ -34,7 +36,9 @@ class Range(Section):
     """A length drawn evenly from [min, max]. In YAML also a single number."""
 
     min: Count
+    """Tokens, at least."""
     max: Count
+    """Tokens, at most."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
@@ -75,7 +79,9 @@ class Short(Section):
     """An exact `fraction` of the first turns, at random places, has these lengths instead."""
 
     fraction: Share
+    """Which share of the sessions."""
     prompt_tokens: Lengths
+    """Length of such a first turn."""
 
 
 class LongIn(Section):
@@ -85,14 +91,18 @@ class LongIn(Section):
     """
 
     fraction: Share
+    """Which share of the requests."""
     prompt_tokens: Lengths
+    """Length of such a question."""
     output_tokens: Lengths
+    """Length of the answer to it."""
 
 
 class SystemTokens(Section):
     """A system prompt with tool descriptions of that length, from the source of `prompts`."""
 
     tokens: Count
+    """Length of the system prompt."""
 
 
 System = Annotated[
@@ -150,13 +160,23 @@ class _Workload(Section):
     """
 
     kind: str
+    """What the workload is like."""
     output_tokens: Count
+    """Longest answer, in tokens."""
     prompts: Prompts = "stdlib"
+    """What prompts are made of: questions on Python's own source, random words, or your texts in
+    turn."""
     prompt_tokens: Lengths = Range(min=500, max=1500)
+    """Length of a user turn, drawn evenly."""
     short: Short | None = None
+    """Some conversations begin with a shorter turn."""
     long_in: LongIn | None = None
+    """Some requests are long questions with short answers, beside their conversation."""
     system: System | None = None
+    """A system prompt before every conversation, the same for all."""
     answers: Literal["live", "scripted"] = "live"
+    """What goes into the next turn's prompt: the model's own answer, or the workload's, so that
+    every policy sees the same prompts."""
 
     @property
     def concurrency_limit(self) -> int | None:
@@ -164,11 +184,51 @@ class _Workload(Section):
         return None
 
 
+class Surge(Section):
+    """For a time, arrivals come at another rate."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+    at: Duration
+    """When it begins."""
+    duration: Annotated[PositiveDuration, Field(alias="for")]
+    """How long it lasts."""
+    rate: Frequency
+    """How often something begins meanwhile, in the mean."""
+
+    @property
+    def end(self) -> Ns:
+        return self.at + self.duration
+
+
+def _in_order(surges: tuple[Surge, ...]) -> tuple[Surge, ...]:
+    for before, after in pairwise(surges):
+        if after.at < before.end:
+            raise ValueError(
+                f"found one at {format_duration(after.at)}, before the one at "
+                f"{format_duration(before.at)} ends; allowed: one after the other"
+            )
+    return surges
+
+
+Surges = Annotated[
+    tuple[Surge, ...],
+    Field(strict=False),
+    AfterValidator(_in_order),
+    Allowed("a list of {at, for, rate}"),
+]
+
+
 class Sessions(_Workload):
     kind: Literal["sessions"]
+    """Conversations of several turns that begin at random (Poisson)."""
     sessions: Count
+    """How many conversations."""
     turns: Turns = Range(min=1, max=1)
+    """Turns of one, drawn evenly."""
     rate: Frequency
+    """How often one begins, in the mean."""
+    surges: Surges = ()
+    """Times in which they begin at another rate."""
     think: Duration = 0
     """Mean of the exponential pause between an answer's end and the next turn."""
     hit_rates: HitRates | None = None
@@ -186,14 +246,22 @@ class Sessions(_Workload):
 
 class Poisson(_Workload):
     kind: Literal["poisson"]
+    """Single requests that come at random."""
     requests: Count
+    """How many."""
     rate: Frequency
+    """How often, in the mean."""
+    surges: Surges = ()
+    """Times in which they come at another rate."""
 
 
 class Closed(_Workload):
     kind: Literal["closed"]
+    """Single requests, the next as soon as one is done."""
     requests: Count
+    """How many in all."""
     concurrency: Count
+    """How many at a time."""
 
     @property
     def concurrency_limit(self) -> int | None:
@@ -208,14 +276,21 @@ class Trace(Section):
     """
 
     kind: Literal["trace"]
+    """Requests as a public trace has them."""
     path: Annotated[str, Field(min_length=1, max_length=4096), Allowed("a file")]
+    """The file; for weka also a folder of them. ~ and $VARIABLES are filled in."""
     format: Annotated[
         Literal["mooncake", "weka"], Later("tracelab", "azure", "lmcache", "burstgpt", "bailian")
     ]
+    """Whose trace it is."""
     limit: Count | None = None
+    """The first so many requests. Absent: all."""
     time_scale: Annotated[float, Field(ge=0, le=1e6), Allowed("a number from 0")] = 1.0
+    """2 is half as fast, 0 all at once."""
     length_scale: Annotated[float, Field(gt=0, le=1e3), Allowed("a number above 0")] = 1.0
+    """Prompts and answers are this much longer."""
     rate: Frequency | None = None
+    """At which the files of a folder begin. Absent: all at once."""
 
     @model_validator(mode="after")
     def _has_files(self) -> Trace:

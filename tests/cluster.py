@@ -7,8 +7,9 @@ The modelled engine's answer depends on the KV of every position (see engine/mod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pddrt.deployment import Change, Deployment, Rules
 from pddrt.engine.base import Engine
@@ -33,6 +34,9 @@ from pddrt.simloop import SimLoop
 from pddrt.trace import Event, Rerouted, Retried, Trace, request_of
 from pddrt.types import MS, SECOND, US, KVLayout, Ns, Run, Sampling, Span
 from pddrt.workload import Session, Turn
+
+from .kept import KeptTrace
+from .residue import left_behind
 
 LAYOUT = KVLayout(
     "modelled", layers=4, kv_heads=2, head_dim=32, dtype="bfloat16"
@@ -69,6 +73,8 @@ class Cluster:
     rate: int | None = 2_000_000
     delay: Ns = 15 * MS
     jitter: Ns = 0
+    wan: Mapping[str, Any] = field(default_factory=dict)
+    """What else is said of the WAN, as to `LinkSpec`."""
     policy: Policy = field(default_factory=lambda: Pdd(relay_above=50 * MS))
     eos_ids: frozenset[int] = frozenset()
     deadline: Ns = 600_000 * MS
@@ -136,7 +142,7 @@ class Cluster:
             sites,
             [
                 LinkSpec("rdma", ("a", "a"), self.fabric, 5 * US),
-                LinkSpec("wan", ("a", "b"), self.rate, self.delay, self.jitter),
+                LinkSpec("wan", ("a", "b"), self.rate, self.delay, self.jitter, **self.wan),
             ],
         )
 
@@ -145,26 +151,26 @@ class Cluster:
         sessions: Sequence[Session],
         during: Callable[[Deployment], Awaitable[None]] | None = None,
         drive: Callable[[Deployment], Awaitable[None]] | None = None,
-        trace: Trace | None = None,
+        trace: KeptTrace | None = None,
     ) -> Played:
         """Runs the sessions to their end; `during` runs beside them. `drive`: what is to be done
         with the deployment in place of playing the sessions (and the plan).
         """
         with asyncio.Runner(loop_factory=lambda: SimLoop(self.shuffle)) as runner:
-            return runner.run(self._play(sessions, during, drive, trace or Trace()))
+            return runner.run(self._play(sessions, during, drive, trace or KeptTrace()))
 
     async def _play(
         self,
         sessions: Sequence[Session],
         during: Callable[[Deployment], Awaitable[None]] | None,
         drive: Callable[[Deployment], Awaitable[None]] | None,
-        trace: Trace,
+        trace: KeptTrace,
     ) -> Played:
         env = VirtualEnv(self.seed, trace)
         specs = self.specs()
         recorder = Recorder({s.name: s.role for s in specs})
         trace.listen(recorder)
-        monitor = Monitor(_raise, trace.events, recorder.legs)
+        monitor = Monitor(_raise, trace.recent, recorder.legs)
         trace.listen(monitor)
         topology = self.topology()
         engines = {s.name: self.engine(env, s) for s in specs}
@@ -208,13 +214,14 @@ class Cluster:
         try:
             await env.run_or_fail(work())
             await env.sleep(SETTLE_TIME)
+            left = left_behind(deployment)
             deployment.account()
         except RunFailed:
             monitor.finish()  # says more than that pages are missing
             raise
         monitor.finish()
         await deployment.close()
-        return Played(trace, recorder, monitor, deployment)
+        return Played(trace, recorder, monitor, deployment, left)
 
 
 def _raise(violation: Violation) -> None:
@@ -227,10 +234,12 @@ async def _none(awaitable: Awaitable[None]) -> None:
 
 @dataclass
 class Played:
-    trace: Trace
+    trace: KeptTrace
     recorder: Recorder
     monitor: Monitor
     deployment: Deployment
+    left: list[str]
+    """What was not gone when all was over; see `residue`."""
 
     @property
     def records(self) -> list[RequestRecord]:

@@ -32,27 +32,10 @@ from pddrt import trace as ev
 from pddrt.faults import KINDS
 from pddrt.trace import Event, request_of
 
+from .misfortunes import FRAMES, NOBODY, PHASES, PLACES, ROLES
 from .swarm import Case
 
-PHASES = (
-    "queued", "prefill", "KV crossing", "relay decoding", "handoff round", "overlap",
-    "main decoding", "alone", "after",
-)  # fmt: skip
 HANDOFF = ("handoff round", "overlap")
-ROLES = {"p": "prefill", "rld": "relay", "md": "main"}
-FRAMES = frozenset({"corrupt", "truncate", "duplicate", "delay"})
-OF_INSTANCES = ("crash", "pause", "slow", "step-fails", "out-of-memory", "pages-taken")
-PLACES = {
-    **dict.fromkeys(OF_INSTANCES, tuple(ROLES.values())),
-    **dict.fromkeys(("link-down", "link-slow", "link-long", "jitter-storm"), ("rdma", "wan")),
-    **dict.fromkeys(FRAMES, (*ROLES.values(), "gateway", "client")),
-    "reset": (*ROLES.values(), "gateway", "client"),
-    **dict.fromkeys(("cancel", "disconnect", "slow-reader"), ("client",)),
-    **dict.fromkeys(("stale-signals", "wrong-signals"), ("gateway",)),
-}
-"""Where a kind can strike."""
-NOBODY = {("relay", "alone"), ("client", "after")}
-"""Where there is nobody to be hit."""
 
 
 def role_of(name: str) -> str:

@@ -13,24 +13,44 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from pddrt.deployment import Deployment
 from pddrt.errors import ConnectionLost
 from pddrt.faults import KINDS
 from pddrt.frames import Frame, pack_ids
-from pddrt.messages import Manifest, prompt_digest
+from pddrt.messages import MESSAGES, Manifest, prompt_digest
 from pddrt.netem.faults import NetFaults
 from pddrt.netem.net import Connection
 from pddrt.netem.stream import EmulatedNet
 from pddrt.roles.instance import Instance
 from pddrt.roles.receive import Decoding, Receiver
 from pddrt.roles.send import Sender
-from pddrt.types import MS, Sampling
+from pddrt.types import MS, KVLayout, Sampling
 
 if TYPE_CHECKING:
     from .swarm import Case
+
+PHASES = (
+    "queued", "prefill", "KV crossing", "relay decoding", "handoff round", "overlap",
+    "main decoding", "alone", "after",
+)  # fmt: skip
+ROLES = {"p": "prefill", "rld": "relay", "md": "main"}
+FRAMES = frozenset({"corrupt", "truncate", "duplicate", "delay"})
+OF_INSTANCES = ("crash", "pause", "slow", "step-fails", "out-of-memory", "pages-taken")
+PLACES = {
+    **dict.fromkeys(OF_INSTANCES, tuple(ROLES.values())),
+    **dict.fromkeys(("link-down", "link-slow", "link-long", "jitter-storm"), ("rdma", "wan")),
+    **dict.fromkeys(FRAMES, (*ROLES.values(), "gateway", "client")),
+    "reset": (*ROLES.values(), "gateway", "client"),
+    **dict.fromkeys(("cancel", "disconnect", "slow-reader"), ("client",)),
+    **dict.fromkeys(("stale-signals", "wrong-signals"), ("gateway",)),
+}
+"""Where a kind can strike."""
+NOBODY = {("relay", "alone"), ("client", "after")}
+"""Where there is nobody to be hit."""
 
 STALE, SILENT = "ghost", "silent"
 """How requests are called that nobody sent."""
@@ -78,6 +98,77 @@ def draw(rng: random.Random, case: Case) -> tuple[dict[str, Any], ...]:
                 effect["instance"] = rng.choice(decoders)
         found.append({"do": do, **effect, **trigger})
     return tuple(found)
+
+
+AT: dict[str, tuple[dict[str, Any], ...]] = {
+    "queued": ({"event": "Routed"},),
+    "prefill": ({"event": "PrefillStarted"},),
+    "KV crossing": ({"event": "PrefillEnded"}, {"event": "KVSent"}),
+    "relay decoding": ({"event": "TokensMade", "source": "R"},),
+    "handoff round": ({"event": "HandoffBegan"}, {"event": "HandoffSent", "follows": False}),
+    "overlap": ({"event": "HandoffSent", "follows": True},),
+    "main decoding": ({"event": "TokensReceived", "source": "M"},),
+    "alone": ({"event": "TokensReceived"},),
+    "after": ({"event": "Finished"},),
+}
+"""What tells that a request is in each phase."""
+
+
+def aim(rng: random.Random, case: Case) -> Case:
+    """The case made so that one fault hits one place in one phase; any of those that there are is
+    as likely as the others, also where chance alone hardly ever gets there.
+    """
+    do = rng.choice(list(PLACES))
+    place = rng.choice(PLACES[do])
+    phase = rng.choice([phase for phase in PHASES if (place, phase) not in NOBODY])
+    case = _with_phase(rng, case, place, phase)
+    names = [name for name in instances(case) if place == ROLES[_stem(name)]] or [place]
+    effect = _effect(rng, do, case, gentle=False)
+    if do in OF_INSTANCES:
+        effect["instance"] = rng.choice(names)
+    elif place in ("rdma", "wan"):
+        effect["link"] = place
+        effect.pop("direction", None)
+    elif do in FRAMES:
+        for end in ("kind", "src", "dst"):
+            effect.pop(end, None)
+        effect[rng.choice(["src", "dst"])] = rng.choice(names)
+    elif do == "reset":
+        partner = "client" if place == "gateway" else "gateway"
+        effect = {"between": [rng.choice(names), partner]}
+    on = {**rng.choice(AT[phase]), "nth": rng.choice([1, 1, 2, 3])}
+    return replace(case, faults=({"do": do, **effect, "on": on},))
+
+
+def _stem(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+def _with_phase(rng: random.Random, case: Case, place: str, phase: str) -> Case:
+    """The case made so that a request comes into this phase, and stays for a while."""
+    asked = tuple(
+        (start, tuple((text[:80], 90, think) for text, _, think in turns))
+        for start, turns in case.sessions
+    )
+    case = replace(case, sessions=asked, anomaly="", jitter=0, delay=15 * MS, eos_ids=(), stop=())
+    match phase:
+        case "overlap":  # the main decoder must be the faster one, and behind
+            fast = {"relay_slow": 4, "rate": 2_500_000, "relay_above": 0, "min_tokens": 0}
+            return replace(case, policy="pdd", handoff="overlap", **fast)  # type: ignore[arg-type]
+        case "relay decoding" | "handoff round" | "main decoding":
+            handoff = rng.choice(["catch-up", "adaptive", "erratic"])
+            return replace(case, policy="pdd", handoff=handoff, relay_above=0, rate=1_000_000)
+        case "KV crossing":
+            policy = "naive" if place == "main" else "pdd"
+            return replace(case, policy=policy, relay_above=0, rate=400_000, fabric=1_000_000)
+        case "alone":
+            policy = "recompute" if place in ("main", "wan") else "colocated"
+            return replace(case, policy=policy, relays=max(1, case.relays))
+        case "after":  # who has something of it hears late that it is over
+            policy = "relay-only" if place == "relay" else case.policy
+            site = "a" if place == "main" else "b"
+            return replace(case, policy=policy, relay_above=0, gateway_site=site)
+    return case
 
 
 def instances(case: Case) -> list[str]:
@@ -285,3 +376,57 @@ async def _fall_silent(deployment: Deployment, rng: random.Random) -> None:
         with contextlib.suppress(ConnectionLost):
             conn = await _stream(deployment, senders[0], to.name)
             conn.post(_offer(_manifest(to, f"{SILENT}.0", 1 << 40, rng)))
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def garbage(rng: random.Random, requests: Sequence[str], layout: KVLayout) -> Frame:
+    """A frame of a known kind whose fields are partly right and partly anything."""
+    anything = [None, True, -1, 0, 1 << 40, 1.5, float("nan"), "", "P", b"x", [], [1], {}]
+    likely = {
+        "request": rng.choice(requests),
+        "epoch": rng.randint(1, 6),
+        "start": rng.choice([0, rng.randint(0, 200)]),
+        "end": rng.randint(0, 200),
+        "position": rng.randint(0, 200),
+        "sampling": astuple(Sampling()),
+        "logprobs": rng.choice([None, [], [[-1.0, [[5, -0.5]]]]]),
+        "layout": [
+            layout.fingerprint,
+            layout.layers,
+            layout.kv_heads,
+            layout.head_dim,
+            layout.dtype,
+        ],
+        "relay": rng.choice([None, "rld0"]),
+        "main": "md0",
+        "last": True,
+        "source": "M",
+    }
+    kind = rng.choice([k for k in MESSAGES if k != "submit"])  # a stranger's ids are its own
+    about = {
+        name: likely.get(name, rng.choice(["x", 1])) if rng.random() < 0.8 else rng.choice(anything)
+        for name in MESSAGES[kind]
+        if rng.random() < 0.97
+    }
+    payload = rng.choice([b"", b"x", pack_ids(range(rng.randint(1, 20))), bytes(1024 * 8)])
+    return Frame(kind, about, payload)
+
+
+async def intrude(deployment: Deployment, case: Case) -> None:
+    """A stranger talks to everyone."""
+    rng, conns = random.Random(f"stranger {case.seed}"), dict[str, Connection]()
+    layout = deployment.instances[0].engine.layout
+    for _ in range(case.stranger):
+        await deployment.env.sleep(rng.choice([0, 1 * MS, 10 * MS]))
+        there = [i for i in deployment.instances if i.running]
+        name = rng.choice([*there, deployment.gateway]).name
+        if name not in conns or rng.random() < 0.3:  # the last one may have been ended
+            try:
+                conns[name] = await deployment.net.connect("stranger", name)
+            except ConnectionLost:  # it has crashed meanwhile
+                continue
+            purpose = rng.choice(["control", "kv", "nothing"])
+            conns[name].post(Frame("open", {"purpose": purpose}))
+        conns[name].post(garbage(rng, ["s0.0", "s1.0", *deployment.gateway._streams], layout))

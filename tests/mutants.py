@@ -19,6 +19,7 @@ from pddrt.errors import BadFrame
 from pddrt.frames import unpack_ids
 from pddrt.kv.memory import KVMemory
 from pddrt.messages import KVAssembly, Manifest
+from pddrt.policy.admission import Door
 from pddrt.protocol import Action, Decode, MainSide, RelaySide, SendIds, State, _Side
 from pddrt.roles import gateway
 from pddrt.roles.answer import Answer
@@ -29,6 +30,7 @@ from pddrt.roles.instance import Instance
 from pddrt.roles.node import Node
 from pddrt.roles.receive import Receiver
 from pddrt.roles.send import Sender
+from pddrt.roles.solo import Solo
 from pddrt.roles.transfer import Lane
 from pddrt.sched import Scheduler
 from pddrt.trace import TokensReceived
@@ -70,7 +72,7 @@ def plant(owner: Any, method: str, what: str) -> Callable[[Change], Change]:
     return register
 
 
-def _nothing(*_args: Any, **_more: Any) -> None:
+def nothing(*_args: Any, **_more: Any) -> None:
     """In place of something that should be done."""
 
 
@@ -78,7 +80,7 @@ def _nothing(*_args: Any, **_more: Any) -> None:
 
 MUTANTS["freed-under-a-step"] = Mutant(
     "pages are free again while a step may still write into them",
-    ((KVMemory, "pin", lambda _pin: _nothing), (KVMemory, "unpin", lambda _unpin: _nothing)),
+    ((KVMemory, "pin", lambda _pin: nothing), (KVMemory, "unpin", lambda _unpin: nothing)),
 )
 
 
@@ -178,7 +180,7 @@ def sent_before_its_step(_sendable: Callable[..., Any]) -> Callable[..., Any]:
 
 @plant(Manifest, "objection", "a manifest is taken whatever it says")
 def stale_manifest_accepted(_objection: Callable[..., Any]) -> Callable[..., Any]:
-    return _nothing
+    return nothing
 
 
 MUTANTS["wrong-epoch-accepted"] = Mutant(
@@ -268,7 +270,7 @@ def last_id_not_sent(_hand_over: Callable[..., Any]) -> Callable[..., Any]:
 def catch_up_piece_dropped(_send_ids: Callable[..., Any]) -> Callable[..., Any]:
     def planted(self: Decoder, entry: Any, action: SendIds) -> None:
         if not action.last:
-            self.post = _nothing  # type: ignore[method-assign]
+            self.post = nothing  # type: ignore[method-assign]
         try:
             _send_ids(self, entry, action)
         finally:
@@ -394,7 +396,7 @@ def peer_lost_unheard(_peer_lost: Callable[..., Any]) -> Callable[..., Any]:
 
 @plant(Node, "redial", "nobody looks for a peer that was lost")
 def never_redialled(_redial: Callable[..., Any]) -> Callable[..., Any]:
-    return _nothing
+    return nothing
 
 
 @plant(Scheduler, "abandon", "a step that failed counts as one that did not")
@@ -426,3 +428,35 @@ MUTANTS["double-emit-after-retry"] = Mutant(
         (Client, "on_answer", emitted_twice),
     ),
 )
+
+
+# -- overload, strangers, wake-ups -----------------------------------------------------------------
+
+
+@plant(Door, "left", "who was refused something still counts as under way")
+def counted_for_ever(left: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Door, request: str) -> None:
+        if request not in self.waiting:
+            left(self, request)
+
+    return planted
+
+
+@plant(Solo, "begun", "who has begun is still thought to wait")
+def begun_is_late(_begun: Callable[..., Any]) -> Callable[..., Any]:
+    return nothing
+
+
+MUTANTS["anybodys-mistake-counts"] = Mutant(
+    "a frame that is wrong ends the request it names, whoever sent it",
+    tuple((kind, "heeds", lambda _: lambda *_: True) for kind in (Gateway, Solo, Sender, Receiver)),
+)
+
+
+@plant(Instance, "wake", "the step loop is not woken while it waits for something to do")
+def lost_wake_up_of_the_step_loop(wake: Callable[..., Any]) -> Callable[..., Any]:
+    def planted(self: Instance) -> None:
+        if len(self.sched.sequences) != 1:
+            wake(self)
+
+    return planted

@@ -19,7 +19,8 @@ from pddrt.netem.net import Connection, LinkSpec, Topology
 from pddrt.netem.simnet import SimNet
 from pddrt.netem.tcpnet import TcpNet
 from pddrt.simloop import SimLoop
-from pddrt.trace import Trace
+
+from .kept import KeptTrace
 
 MB = 1_000_000
 Main = Callable[..., Coroutine[Any, Any, None]]
@@ -52,10 +53,10 @@ class Lab:
 @asynccontextmanager
 async def lab(kind: str, topology: Topology, seed: int = 7) -> AsyncIterator[Lab]:
     if kind == "sim":
-        env: Env = VirtualEnv(seed, Trace())
+        env: Env = VirtualEnv(seed, KeptTrace())
         net: Any = SimNet(env, topology)
     else:
-        env = WallEnv(seed, Trace())
+        env = WallEnv(seed, KeptTrace())
         net = TcpNet(env, topology)
     accepted: dict[str, asyncio.Queue[Connection]] = {}
     for name in topology.sites:

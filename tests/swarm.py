@@ -39,17 +39,31 @@ from pddrt.errors import RunFailed
 from pddrt.faults import Fault, FaultPlan
 from pddrt.injector import Injector
 from pddrt.metrics import RequestRecord
+from pddrt.netem.tcp_link import Tcp
+from pddrt.netem.traces import Segment, Trace
+from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
-from pddrt.policy.handoff import Adaptive, CatchUp, OneShot, Overlap
+from pddrt.policy.handoff import (
+    Adaptive,
+    CatchUp,
+    Decision,
+    Finish,
+    Follow,
+    OneShot,
+    Overlap,
+    Piece,
+)  # fmt: skip
+from pddrt.policy.handoff import Facts as HandoffFacts
 from pddrt.policy.handoff import Policy as Handoff
-from pddrt.policy.route import Alone, Naive, Pdd, Policy, Prfaas, RelayOnly
+from pddrt.policy.route import PIPELINES, Alone, Naive, Pdd, Policy, Prfaas, RelayOnly, Route
+from pddrt.policy.route import Facts as RouteFacts
 from pddrt.roles.gateway import LEASE_GRACE
-from pddrt.trace import Trace
 from pddrt.types import MS, SECOND, Drawn, Ns, Sampling, Span
 from pddrt.workload import Session, Turn
 
 from . import misfortunes
 from .cluster import VOCAB, Cluster, Played, cost
+from .kept import KeptTrace
 
 LONGEST = 160
 """Characters of a turn."""
@@ -65,15 +79,66 @@ link; what had begun before may still be in their way."""
 LONGEST_RUN: Ns = 3600 * SECOND
 """No case lasts so long: then it hangs."""
 
+
+class Erratic:
+    """A policy of somebody's own, who does at a handoff whatever is allowed."""
+
+    def decide(self, facts: HandoffFacts) -> Decision:
+        rng = random.Random(f"{facts.lacking} {facts.before} {facts.left}")
+        some = rng.choice([1, 3, 10])
+        return rng.choice([Finish("on a whim"), Piece(some), Piece(some), Follow(some)])
+
+
+class AnyRoute:
+    """A policy of somebody's own, who sends each request by whatever pipeline there is."""
+
+    pipelines = tuple(PIPELINES)
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"routes {seed}")
+
+    def route(self, facts: RouteFacts) -> Route:
+        pipeline = self._rng.choice(self.pipelines)
+        parts = {role: facts.able(role, answers=role != "prefill") for role in PIPELINES[pipeline]}
+        if pipeline == "P":
+            parts["prefill"] = facts.able("prefill")
+        if not all(parts.values()):
+            return Naive().route(facts)
+        return facts.route(
+            f"{pipeline}, on a whim", **{r: self._rng.choice(of) for r, of in parts.items()}
+        )
+
+
+LINKS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "fifo": {"qdisc": "fifo", "overhead": 66},
+    "ranked": {"ranks": {"kv": 1}},
+    "weighted": {"weights": {"ids": 8, "control": 8}},
+    "correlated": {"correlation": 100 * MS},
+    "varying": {
+        "trace": Trace(
+            [Segment(0, 2_000_000), Segment(300 * MS, 0), Segment(400 * MS, 500_000, 40 * MS)],
+            SECOND,
+            repeats=True,
+        )
+    },
+    "reno": {"tcp": Tcp("reno")},
+    "lossy": {"tcp": Tcp("cubic"), "loss": 0.01},
+    "bursty": {"tcp": Tcp("bbr", warm=True), "loss": 0.005, "burst": 2.0},
+}
+"""The WAN: how it queues, varies, loses. Bursts are short: a handshake that loses five packets in a
+row takes more than 30 s, and a deployment that is not together by then does not start."""
+
 HANDOFFS: Mapping[str, Handoff] = {
     "one-shot": OneShot(),
     "catch-up": CatchUp(threshold=4, max_ids_per_round=6),
     "adaptive": Adaptive(threshold=8, max_ids_per_round=64, max_rounds=3),
     "overlap": Overlap(threshold=2, max_ids_per_round=16),
+    "erratic": Erratic(),
 }
 POLICIES = (
     *("pdd", "pdd", "pdd", "pdd", "pdd", "pdd"),
-    *("naive", "local", "compress", "colocated", "recompute", "prfaas", "relay-only"),
+    *("naive", "local", "compress", "colocated", "recompute", "prfaas", "relay-only", "any"),
 )
 """Those with a handoff more often than the others."""
 
@@ -93,6 +158,8 @@ class Case:
     """Frames that somebody sends in the name of an instance."""
     silent: bool = False
     """Among them an offer that nothing ever follows."""
+    stranger: int = 0
+    """Frames that nobody sends whom anybody knows."""
     policy: str = "pdd"
     relay_above: Ns = 0
     handoff: str = "one-shot"
@@ -107,6 +174,7 @@ class Case:
     rate: int | None = 1_000_000
     delay: Ns = 15 * MS
     jitter: Ns = 0
+    link: str = ""
     gateway_site: str = "a"
     deadline: Ns = 60 * SECOND
     eos_ids: tuple[int, ...] = ()
@@ -122,6 +190,9 @@ class Case:
     signal_age: Ns = 50 * MS
     max_transfers: int = 8
     anomaly: str = ""
+    shed_after: Ns | None = None
+    max_requests: int | None = None
+    """See `policy.admission`."""
     wavers: bool = False
     """Main decoders draw now and then another id than others would, as near ties do."""
     shuffle: int | None = None
@@ -202,10 +273,19 @@ def draw(seed: int) -> Case:
         shuffle=rng.choice([None, seed]),
         ghosts=rng.choice([0, 0, 0, 30]),
         silent=rng.random() < 0.15,
+        stranger=rng.choice([0] * 9 + [40]),
+        shed_after=rng.choice([None] * 9 + [50 * MS]),
+        max_requests=rng.choice([None] * 9 + [3]),
     )
     if rng.random() < 0.4:
         case = _hands_over(rng, case)
     case = replace(case, changes=_changes(rng, case) if rng.random() < 0.2 else ())
+    link = rng.choice(["", "", *LINKS])
+    if "tcp" in LINKS[link]:
+        case = replace(case, rate=case.rate or 4_000_000)
+    case = replace(case, link=link)
+    if rng.random() < 0.25:
+        return misfortunes.aim(rng, case)
     return replace(case, faults=misfortunes.draw(rng, case))
 
 
@@ -291,6 +371,7 @@ def cluster(case: Case) -> Cluster:
         "recompute": Alone("main"),
         "prfaas": Prfaas(60),
         "relay-only": RelayOnly(case.relay_above),
+        "any": AnyRoute(case.seed),
     }
     guess: Any = case.anomaly
     same = ("prefills", "relays", "mains", "page_tokens", "pages", "chunk_tokens", "max_batch",
@@ -301,10 +382,12 @@ def cluster(case: Case) -> Cluster:
         **{name: getattr(case, name) for name in same},
         policy=policies[case.policy],
         handoff=HANDOFFS[case.handoff],
+        wan=LINKS[case.link],
         eight_bit_wan=case.policy == "compress" and case.engine == "model",
         main_site="a" if case.policy == "local" else "b",
         eos_ids=frozenset(case.eos_ids),
         sampling=Sampling(case.temperature, min_tokens=case.min_tokens, stop=case.stop),
+        admission=Admission(case.max_requests, None, case.shed_after),
         anomaly=Anomaly(0, 10, share=1.0, guess=guess) if guess else None,
         relay_cost=lambda spans: case.relay_slow * cost(spans),
         main_engine=Wavering if case.wavers else ModelEngine,
@@ -341,7 +424,7 @@ def must(holds: object, name: str, detail: str) -> None:
         raise Wrong(name, detail)
 
 
-def play(case: Case, trace: Trace | None = None) -> Played:
+def play(case: Case, trace: KeptTrace | None = None) -> Played:
     """The case to its end, with everything checked. Raises what was found first."""
     asked, later = sessions(case), calm(case)
     plan, deployed = case.plan, cluster(case)
@@ -352,11 +435,13 @@ def play(case: Case, trace: Trace | None = None) -> Played:
         hangs = RunFailed(f"the case hangs: it is not over after {LONGEST_RUN // SECOND} s")
         limit = env.call_at(env.now() + LONGEST_RUN, env.fail, hangs)
         haunting = env.spawn(misfortunes.haunt(deployment, case), "ghosts")
+        intruding = env.spawn(misfortunes.intrude(deployment, case), "a stranger")
         injector.begin()
 
         async def afterwards() -> None:
             await injector.end()
             await haunting
+            await intruding
             for name, kept in _down(deployment).items():
                 await deployment.restart(name, kept=kept)
             if any(fault["do"] == "truncate" for fault in case.faults):
@@ -412,6 +497,8 @@ def check(case: Case, played: Played) -> None:
     played.assert_sound()
     gateway = played.deployment.gateway
     must(not gateway._streams, "streams left at the gateway", ", ".join(gateway._streams))
+    inside = {*gateway.door.tokens, *gateway.door.waiting}
+    must(not inside, "requests left inside the door", ", ".join(sorted(inside)))
     for name, capacity in gateway.instances.items():
         must(not capacity.requests and not capacity.unseen, "requests left in the books", name)
     must(not played.deployment.client.under_way, "requests left at the client", "")
@@ -461,6 +548,10 @@ def _check_ends(case: Case, played: Played) -> None:
             continue
         what = f"{r.id} {r.finish_reason}: {r.detail}"
         must(r.detail, "an end without a reason", what)
+        if r.detail.startswith("overloaded") and (case.shed_after or case.max_requests):
+            must(r.finish_reason == "rejected" and not r.ids, "shed in mid-answer", what)
+            must(_had_not_begun(r), "shed though it had begun", what)
+            continue
         must(r.session < calm_from, "a calm request did not finish", what)
         harmed = "truncate" not in planned and DAMAGED.search(r.detail)
         must(not harmed, "a damaged frame got past its checksum", what)
@@ -474,6 +565,14 @@ def _check_ends(case: Case, played: Played) -> None:
         before = any(t <= r.finished for t in rough)
         must(before, "an end that no fault explains", what)
         must(twice or EXPLAINED.search(r.detail), "an end that no fault explains", what)
+
+
+def _had_not_begun(r: RequestRecord) -> bool:
+    """Of one that was shed because of that. It may begin while the gateway is still to be told."""
+    waited = re.search(r"had not begun it after ([\d.]+) s", r.detail)
+    if waited is None or r.attempt or r.prefill_started is None or r.routed is None:
+        return True
+    return r.prefill_started - r.routed >= float(waited[1]) * SECOND * 0.999  # clocks drift
 
 
 def _check_conversations(case: Case, played: Played) -> None:
@@ -560,7 +659,7 @@ def _check_ghosts(played: Played) -> None:
 # -- how a case fails ------------------------------------------------------------------------------
 
 
-def failure(case: Case, trace: Trace | None = None) -> str:
+def failure(case: Case, trace: KeptTrace | None = None) -> str:
     """What is wrong with a case, in one line; nothing, if all is well."""
     try:
         play(case, trace)

@@ -20,16 +20,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pddrt.trace import Trace
-
 from . import fleet
 from .coverage import Coverage
+from .kept import KeptTrace
 from .mutants import MUTANTS
 from .shrink import shrink
 from .swarm import Case, draw, failure, manner
 
-HANG_S = 120.0
-"""Wall time that one seed may take; they take a tenth of a second, a few with torch."""
+HANG_S = 600.0
+"""Wall time that one seed may take, on a machine that is busy with others, too; alone they take a
+tenth of a second, a few with torch."""
 SHRINK_S = 600.0
 TOLD_EVERY_S = 10.0
 
@@ -78,7 +78,7 @@ def say(text: str) -> None:
 
 def _play(seed: int) -> tuple[str, Coverage]:
     """How a seed fails, if it does, and what it covered."""
-    case, trace, coverage = draw(seed), Trace(), Coverage()
+    case, trace, coverage = draw(seed), KeptTrace(), Coverage()
     failed = failure(case, trace)
     coverage.add(case, trace.events)
     return failed, coverage
@@ -192,7 +192,7 @@ def _play_one(options: argparse.Namespace) -> int:
     case = draw(options.start) if options.case is None else Case.parse(options.case.read_text())
     file = None if options.trace is None else options.trace.open("w")
     try:
-        failed = failure(case, Trace(file))
+        failed = failure(case, KeptTrace(file))
     finally:
         if file is not None:
             file.close()

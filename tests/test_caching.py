@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from pddrt import trace as ev
@@ -187,3 +189,16 @@ def test_a_cancelled_request_leaves_what_was_cached_sound() -> None:
     for instance in played.deployment.instances:
         instance.memory.check()
         assert instance.memory.pool.free + instance.memory.cached == instance.memory.num_pages
+    owned: Counter[tuple[str, str]] = Counter()
+    for e in played.trace.events:
+        match e:
+            case ev.PagesTaken():
+                owned[e.instance, e.owner] += sum(n for _, n in e.pages)
+            case ev.PagesKept():
+                owned[e.instance, e.owner] -= sum(n for _, n in e.pages)
+            case ev.PagesFreed() if not e.over:
+                owned[e.instance, e.owner] -= sum(n for _, n in e.pages)
+            case ev.Freed():
+                assert owned.pop((e.instance, e.request), 0) == e.pages, e
+            case ev.PagesFreed():  # the same, page by page, just before
+                assert owned[e.instance, e.owner] == sum(n for _, n in e.pages), e

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import importlib
 import json
 import re
 import signal
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +17,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pddrt import cli, compare_show
-from pddrt import run as run_module
-from pddrt.compare import FILE, Comparison, columns
-from pddrt.contrast import Outcome, Round, median, other_prompt, pairs, ratios
-from pddrt.errors import RunFailed
+from pddrt import cli, document
+from pddrt.comparing import page as compare_page
+from pddrt.comparing import show as compare_show
+from pddrt.comparing.assertions import Assertion
+from pddrt.comparing.columns import FILE, Comparison, columns
+from pddrt.comparing.contrast import mean, ratios
+from pddrt.comparing.pairing import Outcome, other_prompt, pairs
+from pddrt.errors import BadInput, RunFailed
 from pddrt.metrics import LEGS
+from pddrt.report.slowness import PARTS
 from pddrt.run import Run
 from pddrt.trace import Seconds, TokensReceived, dumps
 from pddrt.workload_fields import Sessions
@@ -43,6 +50,7 @@ slo: {ttft: 150 ms}
 """  # noqa: E501
 REAL = [f"instances.{name}.engine=torch" for name in ("p0", "rld0", "md0")]
 Json = dict[str, Any]
+run_module = importlib.import_module("pddrt.run")  # pddrt.run itself is a function
 
 
 @pytest.fixture
@@ -55,9 +63,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def compared(small: str, *overrides: str, vary: Sequence[str] = (), **options: Any) -> Json:
     """The table of a comparison in the folder `here`."""
-    policies, baseline = options.pop("policies", None), options.pop("baseline", None)
-    made = columns(small, overrides, policies=policies, vary=vary, **options)
-    comparison = Comparison(made, out=Path("here"), baseline=baseline)
+    mine = {k: options.pop(k) for k in ("baseline", "repeat", "assertions") if k in options}
+    made = columns(small, overrides, vary=vary, **options)
+    comparison = Comparison(made, out=Path("here"), **mine)
     comparison.prepare()
     result = comparison.execute()
     result.raise_for_status()
@@ -99,10 +107,15 @@ def test_a_policy_compared_with_itself_shows_no_difference(small: str) -> None:
     told = same["pairs"]
     assert (told["requests"], told["other_answers"], told["only_here"]) == (8, 0, 0)
     for measure in ("ttft", "e2e"):
+        parts, change = told[measure].pop("parts"), told[measure].pop("change_s")
         assert told[measure] == {
             "compared": 8, "faster": 0, "slower": 0, "same": 8, "largest_wins": [],
             "largest_losses": [],
         }  # fmt: skip
+        assert change.ns == 0
+        assert {(part["change_s"].ns, part["mostly"]) for part in parts.values()} == {(0, 0)}
+    for told in same["intervals"]["ratio"].values():
+        assert {one for interval in told.values() for one in interval.values()} == {1.0}
     assert set(leaves(of(table, "pdd")["ratios"])) - {1.0, None}, "others do differ"
 
 
@@ -174,7 +187,7 @@ def test_other_requests_that_were_asked_for_are_not_paired(small: str) -> None:
     table = compared(small, vary=["seed=1,2"])
     assert [c["seed"] for c in table["columns"]] == [1, 2]
     assert table["columns"][1]["pairs"] is None
-    assert table["columns"][1]["not_paired"].startswith("s0.0 has other prompts")
+    assert table["columns"][1]["not_paired"] == "seeds 2, where the baseline has 1"
     paired = compared(small, vary=["workload.rate=1/s,9/s"])["columns"][1]["pairs"]
     assert paired["requests"] == 8, "the same prompts at other times"
 
@@ -335,7 +348,7 @@ def test_the_table_has_a_line_for_each_measure(call: Callable[..., Done]) -> Non
         r"verified: equal +8 +8",
         r"slower in TTFT +- +\d",
         r"  s\d\.\d  \S+ ms > \S+ ms  \d\.\d\dx  transfer \+\S+ ms",
-        r"saved in here",
+        r"saved in here; to look at: here/compare\.html",
     ):
         assert [found for found in lines if re.fullmatch(line, found)], line
     assert "\x1b" not in done.out
@@ -397,53 +410,62 @@ def test_the_table_fits(small: str) -> None:
         assert all(words >= set(column["name"].split()) for column in table["columns"])
 
 
-# -- pairs and rounds, on paper --------------------------------------------------------------------
+# -- pairs, on paper -------------------------------------------------------------------------------
 
 
 def outcome(ttft: int, *, transfer: int = 0, name: str = "s0.0", more: int = 100) -> Outcome:
-    legs = {**dict.fromkeys(LEGS, 0), "transfer": transfer, "prefill": ttft - transfer}
-    return Outcome(name, "digest", 9, 5, (1, 2), ttft, ttft + more, legs)
+    parts = dict.fromkeys(PARTS, 0) | {"transfer": transfer, "prefill": ttft - transfer}
+    return Outcome(
+        id=name, session=0, prompt="digest", prompt_tokens=9, max_tokens=5, answer="words",
+        tokens=2, pipeline="P-MD", ttft=ttft, e2e=ttft + more, ttst=more, tpot=more, gap=None,
+        gaps=array("q", [more]), parts={**parts, "main_decode": more},
+    )  # fmt: skip
 
 
-def rounds(*outcomes: Outcome) -> list[Round]:
-    return [Round("", {}, {o.id: o}) for o in outcomes]
+def of_seed(*outcomes: Outcome, seed: int = 1) -> dict[int, dict[str, Outcome]]:
+    return {seed: {o.id: o for o in outcomes}}
 
 
 @pytest.mark.parametrize(
     ("base", "here", "verdict"),
-    [
-        ([100], [100], "same"),
-        ([100], [95], "same"),
-        ([100], [94], "faster"),
-        ([100], [105], "same"),
-        ([100], [106], "slower"),
-        ([100, 110, 120], [130, 140, 150], "slower"),
-        ([100, 110, 131], [130, 140, 150], "same"),
-        ([130, 140, 150], [100, 110, 120], "faster"),
-        ([130, 140, 150], [100, 110, 130], "same"),
-        ([100, 100, 100], [101, 102, 103], "same"),
-    ],
-)
-def test_noise_is_not_a_difference(base: list[int], here: list[int], verdict: str) -> None:
-    told = pairs(rounds(*map(outcome, reversed(base))), rounds(*map(outcome, here)))["ttft"]
+    [(100, 100, "same"), (100, 95, "same"), (100, 94, "faster"), (100, 105, "same"),
+     (100, 106, "slower"), (0, 0, "same"), (0, 1, "slower")],
+)  # fmt: skip
+def test_five_percent_are_a_difference(base: int, here: int, verdict: str) -> None:
+    told = pairs(of_seed(outcome(base)), of_seed(outcome(here)))["ttft"]
     assert {told[v] for v in ("faster", "slower", "same") if v == verdict} == {1}
     assert told["faster"] + told["slower"] + told["same"] == told["compared"] == 1
 
 
+def test_requests_of_several_seeds_are_paired_seed_by_seed() -> None:
+    base = of_seed(outcome(100)) | of_seed(outcome(300), seed=2)
+    here = of_seed(outcome(50)) | of_seed(outcome(900), seed=2)
+    told = pairs(base, here)["ttft"]
+    assert (told["compared"], told["faster"], told["slower"]) == (2, 1, 1)
+    assert [(one["seed"], one["here_s"].ns) for one in told["largest_losses"]] == [(2, 900)]
+    assert told["change_s"].ns == (-50 + 600) // 2
+
+
 def test_the_part_that_explains_a_difference_goes_its_way() -> None:
-    here = rounds(outcome(200, transfer=120, more=10))
-    told = pairs(rounds(outcome(300, transfer=200, more=500)), here)
+    here = of_seed(outcome(200, transfer=120, more=10))
+    told = pairs(of_seed(outcome(300, transfer=200, more=500)), here)
     (ttft,), (e2e,) = (told[k]["largest_wins"] for k in ("ttft", "e2e"))
     assert (ttft["mostly"], ttft["mostly_s"].ns) == ("transfer", -80)
-    assert (e2e["mostly"], e2e["mostly_s"].ns) == ("after_first_token", -490)
+    assert (e2e["mostly"], e2e["mostly_s"].ns) == ("main_decode", -490)
     assert json.loads(dumps(ttft))["ratio"] == 2 / 3
+    assert told["ttft"]["parts"]["transfer"]["mostly"] == 1
+    assert told["ttft"]["parts"]["prefill"]["change_s"].ns == -20
+    assert list(told["ttft"]["parts"]) == list(LEGS)
+    for measure in ("ttft", "e2e"):
+        parts = told[measure]["parts"].values()
+        assert sum(of["change_s"].ns for of in parts) == told[measure]["change_s"].ns
 
 
 def test_only_requests_of_both_are_paired() -> None:
-    lost = replace(outcome(100), e2e=None, ids=(1,))
+    lost = replace(outcome(100), e2e=None, answer="cut")
     told = pairs(
-        [Round("", {}, {"a": outcome(100, name="a"), "b": outcome(100, name="b")})],
-        [Round("", {}, {"b": replace(lost, id="b"), "c": outcome(9, name="c")})],
+        of_seed(outcome(100, name="a"), outcome(100, name="b")),
+        of_seed(replace(lost, id="b"), outcome(9, name="c")),
     )
     assert (told["requests"], told["only_in_baseline"], told["only_here"]) == (1, 1, 1)
     assert (told["ttft"]["compared"], told["e2e"]["compared"]) == (1, 0)
@@ -453,20 +475,24 @@ def test_only_requests_of_both_are_paired() -> None:
 @pytest.mark.parametrize("change", [{"prompt": "other"}, {"max_tokens": 6}])
 def test_requests_are_the_same_only_with_the_same_prompt_and_bound(change: Any) -> None:
     same, other = outcome(100), replace(outcome(100), **change)
-    assert other_prompt(rounds(same, same), rounds(same)) == ""
-    assert other_prompt(rounds(same), rounds(same, other)).startswith("s0.0 has other prompts")
-    assert other_prompt(rounds(same), rounds(replace(other, prompt=""))) == "", "never accepted"
+    assert other_prompt(of_seed(same), of_seed(same)) == ""
+    assert other_prompt(of_seed(same), of_seed(other)).startswith("s0.0 has other prompts")
+    assert other_prompt(of_seed(same), of_seed(replace(other, prompt=""))) == "", "never accepted"
 
 
-def test_rounds_are_told_by_their_medians() -> None:
+def test_several_seeds_are_told_by_their_means() -> None:
     trees = [
-        {"a": Seconds(5), "b": {"c": 1.5, "d": None}, "e": "ok"},
-        {"a": Seconds(1), "b": {"c": None, "d": None}, "e": "degraded"},
-        {"a": Seconds(3), "b": {"c": 0.5, "d": None}, "e": "ok", "f": 2},
+        {"a": Seconds(5), "b": {"c": 1.5, "d": None}, "e": "ok", "g": 8, "h": True},
+        {"a": Seconds(1), "b": {"c": None, "d": None}, "e": "degraded", "g": 8, "h": False},
+        {"a": Seconds(6), "b": {"c": 0.5, "d": None}, "e": "ok", "f": 2, "g": 8, "h": False},
     ]
-    found = median(trees)
-    assert found["a"].ns == 3
-    assert {**found, "a": 3} == {"a": 3, "b": {"c": 0.5, "d": None}, "e": "ok", "f": 2}
+    found = mean(trees)
+    assert found["a"].ns == 4
+    assert {**found, "a": 4} == {
+        "a": 4, "b": {"c": 1.0, "d": None}, "e": "ok", "f": 2, "g": 8, "h": True,
+    }  # fmt: skip
+    assert isinstance(found["g"], int)
+    assert mean([{"g": 1}, {"g": 2}]) == {"g": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -476,3 +502,194 @@ def test_rounds_are_told_by_their_medians() -> None:
 )  # fmt: skip
 def test_ratios(here: Any, base: Any, ratio: Any) -> None:
     assert ratios(here, base) == ratio
+
+
+# -- several seeds ---------------------------------------------------------------------------------
+
+
+def test_every_column_runs_the_same_seeds(small: str) -> None:
+    less = ("workload.sessions=3", "workload.output_tokens=8")
+    table = compared(small, *less, policies="pdd,naive", repeat=5)
+    pdd, naive = table["columns"]
+    assert pdd["seeds"] == naive["seeds"] == [3, 4, 5, 6, 7]
+    assert naive["folders"] == [f"naive.{seed}" for seed in pdd["seeds"]]
+    saved = [json.loads(Path("here", f, "summary.json").read_text()) for f in naive["folders"]]
+    assert [s["seed"] for s in saved] == pdd["seeds"]
+    times = [round(s["ttft_s"]["p90"] * 1e9) for s in saved]
+    assert naive["ttft_s"]["p90"].ns == round(sum(times) / 5)
+    assert naive["pairs"]["requests"] == 30
+    found = naive["intervals"]
+    assert (found["by"], found["of"]) == ("seeds", 5)
+    for key in ("ttft_s", "e2e_s"):
+        interval, ratio = found["ratio"][key]["p90"], naive["ratios"][key]["p90"]
+        assert 1 < interval["low"] < ratio < interval["high"]
+        own = found["own"][key]["p90"]
+        assert own["low"].ns < naive[key]["p90"].ns < own["high"].ns
+    assert set(pdd["intervals"]["ratio"]["ttft_s"]["p90"].values()) == {1.0}
+
+
+def test_a_comparison_repeats_to_the_byte(small: str) -> None:
+    less = ("workload.sessions=3", "workload.output_tokens=8")
+    first = compared(small, *less, policies="pdd,naive")
+    assert first["columns"][1]["intervals"]["by"] == "sessions"
+    assert dumps(compared(small, *less, policies="pdd,naive")) == dumps(first)
+
+
+def test_deltas_are_request_by_request_and_part_by_part(small: str) -> None:
+    compared(small, policies="pdd,naive", repeat=2)
+    with Path("here", "deltas.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["column"], r["seed"]) for r in rows] == [("naive", "3")] * 8 + [("naive", "4")] * 8
+    here, base = requests("naive.3"), requests("pdd.3")
+    for row in rows[:8]:
+        name = row["request"]
+        changes = {leg: here[name]["ttft_legs"][leg] - base[name]["ttft_legs"][leg] for leg in LEGS}
+        for leg, change in changes.items():
+            assert float(row[f"{leg}_change_s"]) == pytest.approx(change, abs=1e-9)
+        assert float(row["ttft_change_s"]) == pytest.approx(sum(changes.values()), abs=1e-8)
+        assert float(row["e2e_change_s"]) == pytest.approx(
+            sum(float(row[f"{part}_change_s"]) for part in PARTS), abs=1e-8
+        )
+
+
+# -- what it must come to --------------------------------------------------------------------------
+
+
+def test_an_assertion_that_holds_is_told(call: Callable[..., Done]) -> None:
+    done = call(*TWO, "--assert", "pdd.ttft_s.p90 < 0.6 * naive.ttft_s.p90")
+    assert done.code == 0
+    (told,) = [line for line in done.out.splitlines() if line.startswith("pdd.ttft_s.p90 < 0.6")]
+    summaries = [json.loads(Path("here", n, "summary.json").read_text()) for n in ("pdd", "naive")]
+    here, there = (s["ttft_s"]["p90"] for s in summaries)
+    assert f"holds: pdd.ttft_s.p90 = {here:.6g}, naive.ttft_s.p90 = {there:.6g}" in told
+    (one,) = json.loads(Path("here", FILE).read_text())["assertions"]
+    assert one["holds"] is True
+
+
+def test_an_assertion_that_does_not_hold_is_exit_1_with_both_values(
+    call: Callable[..., Done],
+) -> None:
+    done = call(*TWO, "--assert", "pdd.ttft_s.p90 > 0.6 * naive.ttft_s.p90", "--json")
+    assert done.code == 1
+    said = json.loads(done.out)["assertions"][0]["values"]
+    assert re.fullmatch(
+        r"pdd\.ttft_s\.p90 = \S+, naive\.ttft_s\.p90 = \S+, 0\.6 \* naive\.ttft_s\.p90 = \S+", said
+    )
+    assert done.err.splitlines()[-1] == (
+        f"pddrt: --assert pdd.ttft_s.p90 > 0.6 * naive.ttft_s.p90: false: {said}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("pdd.ttft_s.p90 <", "found the end; expected a name"),
+        ("nave.ttft_s.p90 < 1", "'nave.ttft_s.p90' is of no column; allowed: COLUMN.PATH"),
+        ("ttft_s < 1", "'ttft_s' is of no column"),
+    ],
+)
+def test_an_assertion_that_is_none_is_refused_before_anything_runs(
+    call: Callable[..., Done], condition: str, message: str
+) -> None:
+    done = call(*TWO, "--assert", condition)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert not Path("here").exists()
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("pdd.ttft_s.p95 < 1", "'pdd.ttft_s.p95' is no number of a column; nearest: ttft_s.p9"),
+        ("pdd.ttft_s < 1", "'pdd.ttft_s' is no number of a column; nearest: ttft_s."),
+        ("pdd.ttft_s.p90 * 2", "allowed: a condition"),
+    ],
+)
+def test_an_assertion_about_nothing_is_exit_2(
+    call: Callable[..., Done], condition: str, message: str
+) -> None:
+    done = call(*TWO, "--assert", condition)
+    assert done.code == 2
+    assert message in done.err
+    assert json.loads(Path("here", FILE).read_text())["columns"][1]["rounds"] == 1, "it is saved"
+
+
+def test_columns_go_by_name_label_and_place(small: str) -> None:
+    vary = ["links.wan.delay=1 ms,50 ms"]
+    conditions = [
+        "`delay=1 ms`.ttft_s.p50 < 10",
+        "delay_1_ms.ttft_s.p50 = c1.ttft_s.p50",
+        "c2.links.wan.kv_bytes > 0 and c2.tokens.output = c1.tokens.output",
+        "c2.intervals.ratio.e2e_s.mean.low > 1 and c2.ratios.e2e_s.mean > 1",
+        "c2.pairs.e2e.faster = 0 and c2.state = 'finished'",
+        "c1.cost = none",
+    ]
+    table = compared(small, vary=vary, assertions=conditions)
+    assert [c["label"] for c in table["columns"]] == ["delay_1_ms", "delay_50_ms"]
+    assert [a["holds"] for a in table["assertions"]] == [True] * len(conditions)
+
+
+def test_a_missing_number_makes_an_assertion_false() -> None:
+    judged = Assertion("a.x < 1", ["a"]).judge({"a": {"x": None}})
+    assert (judged.holds, judged.said) == (False, "a.x = missing")
+    with pytest.raises(BadInput, match="is no number of a column"):
+        Assertion("a.y < 1", ["a"]).judge({"a": {"x": 1}})
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    written = document.parse(SCENARIO, "small.yaml")
+    made = columns(written, policies="pdd,naive", vary=["links.wan.delay=1 ms,20 ms"])
+    comparison = Comparison(made, out=folder, repeat=2, assertions=["c1.ttft_s.p50 > 1 h"])
+    comparison.prepare()
+    return compare_page.write(comparison.execute()).read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_but_itself(page: str) -> None:
+    assert "<script" not in page
+    assert re.findall(r"(?:src|href)=\"(?!#)", page) == []
+    assert "url(" not in page
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
+    anchors, ids = re.findall(r'href="#(\w+)"', page), re.findall(r'id="(\w+)"', page)
+    assert set(anchors) <= set(ids)
+
+
+def test_the_page_shows_every_column_everywhere(page: str) -> None:
+    names = ["pdd delay=1 ms", "pdd delay=20 ms", "naive delay=1 ms", "naive delay=20 ms"]
+    for name in names:
+        assert page.count(name) > 4
+    for title in ("TTFT: time to first token", "ITL: each gap", "E2E: sent to finished",
+                  "Handoff gap"):  # fmt: skip
+        assert page.count(f"<figcaption>{title}") == 1
+    first = page.split("<figcaption>TTFT: time", 1)[1].split("</figure>", 1)[0]
+    assert len(re.findall(r'<path class="line s\d"', first)) == 2 * len(names), "line and swatch"
+    assert "<b>does not hold</b>: c1.ttft_s.p50 = 0.0" in page
+    captions = re.findall(r"<figcaption>Who lost most to the first token with ([^<]+)", page)
+    assert captions == names[1:], "pdd loses by delay, too"
+
+
+def test_the_page_tells_bars_that_add_up(page: str) -> None:
+    """The paired timelines: each bar ends where its label says."""
+    chart = page.split("<figcaption>Who lost most to the first token with naive", 1)[1]
+    chart = chart.split("</svg>", 1)[0]
+    boxes = re.findall(
+        r'<rect class="box c-(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', chart
+    )
+    rows: dict[str, float] = {}
+    for _, x, y, width in boxes:
+        assert y not in rows or float(x) == pytest.approx(rows[y], abs=0.7)
+        rows[y] = float(x) + float(width)
+    assert len(rows) == 6, "three requests, each in the baseline and here"
+
+
+def test_texts_of_a_scenario_are_no_markup(small: str) -> None:
+    made = columns(small, vary=["workload.system='<script>1</script>',b"])
+    comparison = Comparison(made, out=Path("here"))
+    comparison.prepare()
+    page = compare_page.write(comparison.execute()).read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page

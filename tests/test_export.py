@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from decimal import Decimal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 
 from pddrt import recording
 from pddrt import trace as ev
-from pddrt.export import MOST, Exporter
 from pddrt.metrics import Recorder
-from pddrt.timeline import Timeline
+from pddrt.report.export import MOST, REQUESTS, Exporter, _by_name
+from pddrt.report.timeline import Timeline
 from pddrt.trace import Event
 
 from .recordings import lines, paced, stormy
@@ -104,7 +103,7 @@ def test_a_trace_that_stops_anywhere_nests_and_says_what_it_did_not_see(
         threads[e["pid"], e["tid"]].append(e)
     for slices in threads.values():
         assert_nested(slices)
-    roots = [e for e in of(trace, "b") if "pipeline" in e["args"]]
+    roots = [e for e in of(trace, "X") if "pipeline" in e["args"]]
     sent = [e for e in list(recording.opened(storm).events())[:until]
             if isinstance(e, ev.RequestSent)]  # fmt: skip
     assert sorted(e["name"] for e in roots) == sorted(e.request for e in sent)
@@ -112,34 +111,47 @@ def test_a_trace_that_stops_anywhere_nests_and_says_what_it_did_not_see(
         assert any(e["args"]["end"] == "not seen" for e in roots)
 
 
-def test_tracks_of_requests_open_and_close_in_order(folder: Path) -> None:
-    tracks: dict[str, Traced] = defaultdict(list)
-    for e in of(exported(folder)[0], "b", "e"):
-        assert set(e["id2"]) == {"local"}, "an id of its process alone"
-        tracks[e["id2"]["local"]].append(e)
-    rows = lines(folder)
-    assert len(tracks) >= len(rows)
-    for track in tracks.values():
-        stack: list[str] = []
-        for e in track:
-            if e["ph"] == "b":
-                stack.append(e["name"])
-            else:
-                assert stack.pop() == e["name"]
-        assert not stack
-        assert all(a["ts"] <= b["ts"] for a, b in pairwise(track)), track
+def test_each_request_is_a_thread_and_lies_in_its_own_slice(folder: Path) -> None:
+    trace, _ = exported(folder)
+    threads = {key: name for key, name in named(trace, "thread_name").items() if key[0] == REQUESTS}
+    assert sorted(threads.values()) == sorted(row["id"] for row in lines(folder))
+    slices: dict[tuple[int, int], Traced] = defaultdict(list)
+    for e in of(trace, "X"):
+        if e["pid"] == REQUESTS:
+            slices[e["pid"], e["tid"]].append(e)
+    for key, name in threads.items():
+        whole, *parts = slices[key]
+        assert whole["name"] == name
+        assert all(whole["ts"] <= e["ts"] and ended(e) <= ended(whole) for e in parts)
+
+
+def test_requests_and_sites_stand_in_the_order_of_their_names(storm: Path) -> None:
+    trace, _ = exported(storm)
+    order = {
+        (e["pid"], e["tid"]): e["args"]["sort_index"]
+        for e in of(trace, "M")
+        if e["name"] == "thread_sort_index" and e["pid"] == REQUESTS
+    }
+    names = [named(trace, "thread_name")[key] for key in sorted(order, key=lambda k: order[k])]
+    assert names == sorted(names, key=lambda name: [int(n) for n in name[1:].split(".")])
+    of_pid = {e["pid"]: e["args"]["sort_index"]
+              for e in of(trace, "M") if e["name"] == "process_sort_index"}  # fmt: skip
+    processes = {name: of_pid[pid] for (pid, _), name in named(trace, "process_name").items()}
+    assert sorted(processes, key=lambda name: processes[name]) == [
+        "requests", "faults", "site a", "site b",
+    ]  # fmt: skip
+    assert sorted([("s10.0", 1), ("s2.0", 2), ("md", 3)], key=_by_name)[1:] == [
+        ("s2.0", 2),
+        ("s10.0", 1),
+    ]
 
 
 def test_legs_are_as_long_as_the_records_say_to_the_nanosecond(folder: Path) -> None:
     trace, _ = exported(folder)
-    begins, lengths = {}, defaultdict(dict)  # type: ignore[var-annotated]
-    request = {e["id2"]["local"]: e["name"] for e in of(trace, "b") if "pipeline" in e["args"]}
-    for e in of(trace, "b", "e"):
-        key = (e["id2"]["local"], e["name"])
-        if e["ph"] == "b":
-            begins[key] = e["ts"]
-        elif key[0] in request:
-            lengths[request[key[0]]][e["name"]] = e["ts"] - begins[key]
+    names, lengths = named(trace, "thread_name"), defaultdict(dict)  # type: ignore[var-annotated]
+    for e in of(trace, "X"):
+        if e["pid"] == REQUESTS:
+            lengths[names[e["pid"], e["tid"]]][e["name"]] = e["dur"]
     compared = 0
     for row in json.loads(
         "[" + ",".join((folder / "requests.jsonl").read_text().splitlines()) + "]",

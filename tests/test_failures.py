@@ -5,6 +5,7 @@ F1   stale or foreign KV is never served          test_failures.test_F1_kv_of_an
 F3   a peer that never answers                    test_failures.test_F3_a_sender_that_falls_silent_strands_no_pages
                                                   test_failures.test_F3_a_receiver_that_never_answers_strands_no_pages
 F4   the client drops after prefill               test_roles.test_a_cancel_at_any_time_gives_everything_back
+F6   a deadline in one state only                 test_failures.test_F6_a_deadline_ends_a_request_wherever_it_is_stuck
 F7   pages leak behind a prefix that was there    test_radix.test_f7_a_prefix_that_was_there_already_leaks_no_page
                                                   test_caching.test_a_cancelled_request_leaves_what_was_cached_sound
 F8   one broken stream is no dead peer            test_roles.test_an_instance_is_looked_for_until_it_is_found_again
@@ -52,11 +53,32 @@ F45  affinity herds all traffic                   test_router.test_F45_a_common_
                                                   test_router.test_requests_within_one_signals_age_spread_out
 F46  many transfers at once                       test_router.test_F46_so_many_transfers_at_once_and_the_last_gets_its_share
 F47  what is cached does not count                test_route.test_F47_what_counts_is_what_main_lacks_and_never_the_whole_prompt
+
+And of network emulators:
+
+E1   bandwidth off by a factor with small writes  test_link.test_a_million_items_pushed_one_by_one_do_not_drift
+                                                  test_link.test_random_programs_agree_with_exact_arithmetic
+E2   delay added per write                        test_link.test_the_delay_is_paid_once_per_byte_not_once_per_item
+E3   no bound, no back-pressure                   test_simnet.test_the_send_buffer_is_bounded_to_the_byte
+                                                  test_net.test_a_reader_that_lags_stops_the_sender
+E4   bytes stay queued after a cancel             test_link.test_cancel_frees_the_share_at_once_and_keeps_what_has_left
+                                                  test_net.test_abort_drops_the_queue_and_the_peer_learns_of_it
+E5   jitter reorders a stream                     test_link.test_jitter_never_reorders_a_flow_and_is_not_biased_by_that
+                                                  test_simnet.test_jitter_keeps_order_and_shows_in_the_arrivals
+E6   two flows get one cap each                   test_link.test_two_flows_get_half_each
+                                                  test_simnet.test_flows_share_the_bottleneck_equally_whatever_their_frames
+E7   a new rate waits for the old queue           test_link.test_a_new_rate_holds_for_what_is_half_served
+                                                  test_simnet.test_a_rate_change_and_an_outage_act_at_once
+E8   timers rounded to a millisecond              test_failures.test_E8_timers_of_whole_milliseconds_slow_no_link_down
+E9   delays drift                                 test_link.test_a_backlogged_flow_does_not_drift
+
+`guards` takes the guard of each row out and looks whether these tests notice.
 """  # noqa: E501
 
 from __future__ import annotations
 
-import re
+import asyncio
+from collections.abc import Callable
 from dataclasses import astuple
 from importlib import import_module
 from typing import Any
@@ -68,35 +90,67 @@ from pddrt.deployment import Deployment
 from pddrt.engine.model import NEVER, ModelEngine
 from pddrt.engine.model import oracle as judge
 from pddrt.engine.tokens import ByteTokenizer
-from pddrt.frames import pack_ids
+from pddrt.env import Timer, VirtualEnv
+from pddrt.frames import Frame, pack_ids
 from pddrt.messages import Manifest, chain, prompt_digest
+from pddrt.netem.net import Connection
+from pddrt.netem.simnet import SimNet
 from pddrt.policy.anomaly import Anomaly
-from pddrt.policy.route import Naive, Pdd, RelayOnly
+from pddrt.policy.route import Alone, Naive, Pdd, RelayOnly
 from pddrt.roles.attempts import Recovery
 from pddrt.roles.decode import Decoder
 from pddrt.roles.gateway import LEASE_GRACE
-from pddrt.types import MS, SECOND, Sampling
+from pddrt.types import MS, SECOND, Ns, Sampling
 from pddrt.workload import Session, Turn
 
 from .cluster import LAYOUT, VOCAB, Cluster, Played, many, one, oracle
+from .kept import KeptTrace
+from .netlab import on, wire_size, world
+from .test_faults import suffers
 
 TEXT = "p" * 200
 IDS = ByteTokenizer().chat(TEXT)
 
-TABLE = re.findall(r"(test_\w+)\.(test_\w+)", __doc__ or "")
 WANTED = (
-    *(1, 3, 4, 7, 8, 9, 11, 13, 14, 16, 18, 20, 21, 22, 24, 25, 26, 28, 29, 30, 32, 33, 34, 36, 38),
+    *(
+        1,
+        3,
+        4,
+        6,
+        7,
+        8,
+        9,
+        11,
+        13,
+        14,
+        16,
+        18,
+        20,
+        21,
+        22,
+        24,
+        25,
+        26,
+        28,
+        29,
+        30,
+        32,
+        33,
+        34,
+        36,
+        38,
+    ),
     *(39, 41, 42, 43, 45, 46, 47),
 )
 
 
 def test_the_table_names_tests_that_exist() -> None:
-    kinds = [int(n) for n in re.findall(r"^F(\d+) ", __doc__ or "", re.M)]
-    assert tuple(kinds) == WANTED
-    named = re.findall(r"^F\d+ .*\S +test_\w+\.test_\w+$", __doc__ or "", re.M)
-    assert len(named) == len(kinds), "each kind has a test"
-    for module, test in TABLE:
-        assert callable(getattr(import_module(f"tests.{module}"), test, None)), f"{module}.{test}"
+    from .guards import rows  # it reads this table
+
+    assert list(rows()) == [*(f"F{n}" for n in WANTED), *(f"E{n}" for n in range(1, 10))]
+    for path in (path for row in rows().values() for path in row):
+        module, _, test = path.removeprefix("tests/").partition(".py::")
+        assert callable(getattr(import_module(f"tests.{module}"), test, None)), path
 
 
 def events(played: Played, kind: type[Any], request: str) -> list[Any]:
@@ -160,7 +214,12 @@ def test_F3_a_receiver_that_never_answers_strands_no_pages(monkeypatch: pytest.M
 
     async def ask(deployment: Deployment) -> None:
         fields = {"request": "ghost", "relay": None, "main": "md0", "max_tokens": 5}
-        fields |= {"sampling": astuple(Sampling()), "lease_ns": 3 * SECOND, "held": False}
+        fields |= {
+            "sampling": astuple(Sampling()),
+            "lease_ns": 3 * SECOND,
+            "held": False,
+            "begin_ns": None,
+        }
         deployment.gateway.post("p0", "prefill", pack_ids(range(40)), **fields)
 
     played = Cluster(deadline=2 * SECOND).play([one(TEXT, 20)], during=ask)
@@ -168,6 +227,34 @@ def test_F3_a_receiver_that_never_answers_strands_no_pages(monkeypatch: pytest.M
     (came,), (went,) = events(played, ev.Admitted, "ghost"), events(played, ev.Freed, "ghost")
     assert 0 <= went.t - came.t - 3 * SECOND < 10 * MS
     assert played.records[0].detail == "deadline exceeded"
+
+
+STUCK: dict[str, tuple[str, dict[str, Any]]] = {
+    "queued": ("do: pause, instance: p0, at: 0 s", {}),
+    "waiting for memory of P": ("do: pages-taken, instance: p0, share: 1.0, at: 0 s", {}),
+    "computed": ("do: pause, instance: p0, on: {event: PrefillStarted}", {}),
+    "offered": ("do: pages-taken, instance: md0, share: 1.0, at: 0 s", {"policy": Naive()}),
+    "KV crossing": ("do: link-down, link: wan, on: {event: PrefillStarted}", {"policy": Naive()}),
+    "relayed": ("do: pause, instance: rld0, on: {event: TokensReceived, nth: 4}", {}),
+    "handed over": ("do: pause, instance: md0, on: {event: HandoffTaken}", {}),
+    "ended by MD": ("do: pause, instance: md0, on: {event: TokensReceived, source: M, nth: 4}", {}),
+    "served alone": (
+        "do: pause, instance: md0, on: {event: PrefillStarted}",
+        {"policy": Alone("main")},
+    ),
+}
+
+
+@pytest.mark.parametrize("where", STUCK)
+def test_F6_a_deadline_ends_a_request_wherever_it_is_stuck(where: str) -> None:
+    """At the same moment in every state, and nothing is kept by anybody."""
+    fault, about = STUCK[where]
+    deadline, grace = 2 * SECOND, 4 * 15 * MS
+    cluster = Cluster(deadline=deadline, **{"policy": Pdd(0), "rate": 500_000, **about})
+    played = suffers(f"- {{{fault}}}", cluster, [one(TEXT, 300)])
+    (r,) = played.records
+    assert (r.finish_reason, r.detail) == ("aborted", "deadline exceeded")
+    assert 0 <= (r.finished or 0) - r.sent - deadline <= grace
 
 
 STEP: int = 6 * MS
@@ -276,24 +363,26 @@ def test_F14_pools_that_fit_one_request_each_serve_all(roomy: tuple[str, ...], k
 
 @pytest.mark.parametrize("after", [30, 60, 100])
 def test_F11_a_prefill_that_aborts_tells_its_decoders(after: int) -> None:
-    """While it computes, while it sends: nothing is decoded, nobody waits for a lease."""
+    """While it computes, while it sends: nothing is decoded, nobody waits for a lease. Its word to
+    the gateway, which would end it there as well, gets lost.
+    """
+    told: list[str] = []
 
     async def abort(deployment: Deployment) -> None:
-        deployment.gateway.fail = lambda request, detail: None  # type: ignore[method-assign]
         await deployment.env.sleep(after * MS)
-        instance(deployment, "p0").fail("s0.0", "its memory is broken")
+        p0 = instance(deployment, "p0")
+        p0.tell_failed = lambda _gateway, request, *_: told.append(request)
+        p0.fail("s0.0", "its memory is broken")
         await deployment.env.sleep(100 * MS)
-        del deployment.gateway.fail
         deployment.gateway.fail("s0.0", "given up")
 
     played = Cluster(rate=500_000, policy=Naive()).play([one(TEXT, 60)], during=abort)
     played.assert_sound()
-    assert played.records[0].finish_reason == "aborted"
-    admitted = [e for e in events(played, ev.Admitted, "s0.0") if e.instance == "md0"]
-    freed = [e for e in events(played, ev.Freed, "s0.0") if e.instance == "md0"]
-    assert len(admitted) == len(freed)
-    failed = next(e.t for e in events(played, ev.TransferCancelled, "s0.0"))
-    assert all(e.t - max(failed, a.t) <= 40 * MS for e, a in zip(freed, admitted, strict=True))
+    assert (told, played.records[0].detail) == (["s0.0"], "given up")
+    (admitted,) = [e for e in events(played, ev.Admitted, "s0.0") if e.instance == "md0"]
+    (freed,) = [e for e in events(played, ev.Freed, "s0.0") if e.instance == "md0"]
+    (gave_up,) = events(played, ev.TransferCancelled, "s0.0")
+    assert 0 <= freed.t - max(gave_up.t, admitted.t) <= 40 * MS
     assert not [e for e in events(played, ev.TokensMade, "s0.0") if e.source != "P"]
 
 
@@ -382,3 +471,36 @@ def test_F43_preemption_stamps_no_leg_again() -> None:
     (first,) = [e.t for e in events(played, ev.TokensReceived, again) if e.start == 0]
     assert r.legs is not None
     assert sum(r.legs.values()) == r.ttft == first - r.sent
+
+
+class Coarse(VirtualEnv):
+    """A clock whose timers ring in whole milliseconds, as those of some loops do."""
+
+    def call_at(self, when: Ns, callback: Callable[..., Any], *args: Any) -> Timer:
+        return super().call_at(-(-when // MS) * MS, callback, *args)
+
+
+def test_E8_timers_of_whole_milliseconds_slow_no_link_down() -> None:
+    """1 GB/s: 64 KB go out in a fifteenth of a tick."""
+    rate, frame, count = 1_000_000_000, Frame("kv", {}, bytes(64_000)), 1000
+
+    async def main() -> None:
+        env = Coarse(1, KeptTrace())
+        net, accepted = SimNet(env, world(rate)), asyncio.Queue[Connection]()
+        await net.listen("m", accepted.put)
+        near, far = await net.connect("p", "m"), await accepted.get()
+        begun = env.now()
+
+        async def send() -> None:
+            for _ in range(count):
+                await near.send(frame)
+
+        sending = asyncio.create_task(send())
+        for _ in range(count):
+            await far.recv()
+        await sending
+        takes = count * wire_size(frame) * SECOND // rate
+        assert takes <= env.now() - begun <= takes + 2 * MS
+        await net.close()
+
+    on("sim", main)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pddrt import foresight
 from pddrt import trace as ev
 from pddrt.foresight import BINS, Foresight
 from pddrt.policy.anomaly import Anomaly
 from pddrt.policy.route import Pdd
 from pddrt.trace import Event, Seconds
-from pddrt.types import MS, SECOND
+from pddrt.types import MS, SECOND, US
 from pddrt.workload import Session, Turn
 
 from .cluster import Cluster, Played
 
 
 def told(*events: Event) -> Foresight:
-    foresight = Foresight()
+    hears = Foresight()
     for event in events:
-        foresight(event)
-    return foresight
+        hears(event)
+    return hears
 
 
 def took(request: str, took_ms: int, expected_ms: int | None) -> ev.TransferTook:
@@ -67,6 +70,36 @@ def test_the_drift_is_a_series_of_bounded_length_and_what_is_left_of_each_sessio
         "behind_mean_tokens": 39.0,
     }
     assert str(last["t_s"]) == str(Seconds(400 * MS * 47 // 48))
+
+
+def test_a_series_of_many_samples_is_nearly_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed up as they come, a sample may count to the part beside its own, and none is lost."""
+    samples = [
+        ev.CacheSampled(n * n * US, f"s{n % 7}.{n // 7}", 100, 80, 0, 80 - n % 50)
+        for n in range(3000)
+    ]
+    end = samples[-1].t + 1
+    exact = told(*samples).summary(end)["cache_drift"]
+    monkeypatch.setattr(foresight, "EXACT", 100)
+    summed = told(*samples).summary(end)["cache_drift"]
+    assert summed["sessions"] == exact["sessions"]
+    assert sum(p["samples"] for p in summed["series"]) == summed["samples"] == 3000
+    assert [p["t_s"].ns for p in summed["series"]] == [p["t_s"].ns for p in exact["series"]]
+    for part, of in zip(summed["series"], exact["series"], strict=True):
+        assert abs(part["samples"] - of["samples"]) <= 2 + of["samples"] // 16
+        assert abs(part["behind_tokens"] - of["behind_tokens"]) < 1
+
+
+def test_bets_of_a_request_that_is_over_still_count() -> None:
+    def bet(name: str) -> ev.Spared:
+        return ev.Spared(0, name, "held", 5, 10, 100)
+
+    heard = told(bet("a"), bet("b"), ev.Resumed(0, "b", 3, "on"), bet("c"))
+    before = heard.summary(SECOND)["anomaly"]
+    for name in ("a", "b", "never heard of"):
+        heard.forget(name)
+    assert heard.summary(SECOND)["anomaly"] == before
+    assert (before["right"], before["wrong"], before["bytes_saved"]) == (2, 1, 200)
 
 
 def conversation(anomaly: Anomaly | None) -> Played:

@@ -312,10 +312,10 @@ def lose_bytes(patch: Patch) -> None:
 
 
 def end_twice(patch: Patch) -> None:
-    def end(original: Any, client: Client, request: str, reason: str, detail: str) -> None:
-        original(client, request, reason, detail)
+    def end(original: Any, client: Client, request: str, *about: Any) -> None:
+        original(client, request, *about)
         client._calls[request].reason = ""
-        original(client, request, reason, detail)
+        original(client, request, *about)
 
     wrapped(patch, Client, "_end", end)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from pddrt.metrics import RequestRecord
+from pddrt.recording import opened
 from pddrt.run import Run
 from pddrt.scenario import load
 from pddrt.trace import CacheSampled
@@ -38,7 +39,7 @@ class Part:
 
 def parts(run: Run) -> tuple[Part, Part, Part]:
     records = sorted(run.recorder.requests.values(), key=lambda r: r.sent)
-    samples = {e.request: e for e in run.trace.events if isinstance(e, CacheSampled)}
+    samples = {e.request: e for e in opened(run.folder).events() if isinstance(e, CacheSampled)}
     begin, end = records[0].sent, records[-1].sent + 1
 
     def part(k: int) -> Part:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path as File
 from statistics import mean, median
 
 import pytest
@@ -17,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pddrt import cli
-from pddrt.netem.bottleneck import Bottleneck, BurstLoss, IndependentLoss, default_queue
+from pddrt.netem.bottleneck import Bottleneck
+from pddrt.netem.losses import BurstLoss, IndependentLoss
 from pddrt.netem.predict import STEP, Path, Tcp, TooLong, Transfer, predict
+from pddrt.netem.tcp_link import default_queue
 from pddrt.types import MS, SECOND
 from tests import tcp_table
 
@@ -481,7 +484,10 @@ def test_the_queue_may_be_given_in_bdp_or_without_end(call: Call) -> None:
         (("--rate", "100", "--bytes", "1MB"), "--rate: found '100', a number without a unit"),
         (("--rate", "0", "--bytes", "1MB"), "--rate: found 0; allowed: above zero"),
         ((*ASKED[:4], "--bytes", "0 B"), "--bytes: found 0 B; allowed: above zero"),
-        ((*ASKED, "--loss", "0.1"), "--loss: found '0.1'; allowed: a share below 90% such as 0.1%"),
+        (
+            (*ASKED, "--loss", "0.1"),
+            "--loss: found '0.1'; allowed: a share below 90 % such as 0.1 %, or 0",
+        ),
         ((*ASKED, "--loss", "100%"), "--loss: found '100%'; allowed"),
         ((*ASKED, "--loss", "nan%"), "--loss: found 'nan%'; allowed"),
         ((*ASKED, "--loss", "50%", "--loss-burst", "0.5"), "--loss-burst: found 0.5; allowed: 1"),
@@ -489,7 +495,7 @@ def test_the_queue_may_be_given_in_bdp_or_without_end(call: Call) -> None:
         ((*ASKED, "--loss", "1e-99999999%"), "--loss: found '1e-99999999%'; allowed"),
         ((*ASKED, "--queue", "1e99999999 BDP"), "--queue: found '1e99999999 BDP'"),
         ((*ASKED, "--queue", "-1 BDP"), "--queue: found '-1 BDP'"),
-        ((*ASKED, "--queue", "0 BDP"), "--queue: found 0 BDP; allowed: above zero"),
+        ((*ASKED, "--queue", "0 BDP"), "--queue: found '0 BDP'; allowed: a size"),
         ((*ASKED, "--loss", "1%", "--loss-burst", "nan"), "--loss-burst: found nan; allowed: 1"),
         ((*ASKED, "--overhead", "99999999 TB"), "--overhead: found"),
         ((*ASKED, "--queue", "much"), "--queue: found 'much'; allowed: a size such as 50 KB"),
@@ -518,3 +524,117 @@ def test_everything_wrong_is_said_at_once(call: Call) -> None:
         "--bytes",
         "--tcp",
     ]
+
+
+# -- what changes, and other queues ----------------------------------------------------------------
+
+
+def test_jitter_qdisc_and_aqm_are_options_and_the_effective_delay_is_told(call: Call) -> None:
+    code, out, _ = call(*ASKED, "--jitter", "2 ms", "--shape", "normal", "--json")
+    assert code == 0
+    delay = json.loads(out)["delay_s"]
+    assert delay["mean"] == pytest.approx(0.02, rel=0.1)
+    assert delay["deviation"] == pytest.approx(0.002, rel=0.5)
+    code, out, _ = call(*ASKED, "--jitter", "2 ms")
+    assert "effective delay, order kept: mean" in out
+    assert json.loads(call(*ASKED, "--json")[1])["delay_s"] is None
+    dropped = {}
+    for aqm in ("drop-tail", "codel"):
+        asked = (*ASKED[:4], "--bytes", "20MB", "--aqm", aqm, "--json")
+        dropped[aqm] = json.loads(call(*asked)[1])["dropped"]
+    assert 0 < dropped["codel"] < dropped["drop-tail"]
+    two = (*ASKED[:4], "--bytes", "5MB", "--flows", "2", "--queue", "2 BDP", "--json")
+    fair = json.loads(call(*two, "--qdisc", "fair")[1])["flows"]
+    assert fair[0]["fct_s"] == pytest.approx(fair[1]["fct_s"], rel=0.02)
+
+
+def test_a_profile_gives_what_is_not_asked_for_and_is_told(call: Call, tmp_path: File) -> None:
+    _, out, _ = call("--profile", "cross-country", "--bytes", "10MB")
+    assert out.startswith("cross-country")
+    assert "10 Gbit/s" in out
+    _, plain, _ = call("--profile", "public-internet", "--bytes", "10MB", "--json")
+    _, same, _ = call("--rate", "14.7 Gbit/s", "--delay", "14.875 ms", "--bytes", "10MB", "--json")
+    assert plain == same
+    trace = tmp_path / "slow.trace"
+    trace.write_text("".join(f"{ms}\n" for ms in range(1, 101)))  # a packet each ms
+    _, out, _ = call("--profile", str(trace), "--bytes", "1 MB", "--tcp", "none", "--json")
+    flow = json.loads(out)["flows"][0]
+    assert flow["fct_s"] == pytest.approx(1_000_000 / 1_504_000, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--bytes", "1MB"), "--rate: missing; needed without a profile that has one"),
+        (("--bytes", "1MB", "--profile", "moon", "--rate", "1 MB/s"), "--profile: found 'moon'"),
+        ((*ASKED, "--qdisc", "lifo"), "--qdisc: found 'lifo'; allowed: fifo | fair"),
+        ((*ASKED, "--aqm", "red"), "--aqm: found 'red'; allowed: drop-tail | codel"),
+        ((*ASKED, "--jitter", "1"), "--jitter: found '1', a number without a unit"),
+        ((*ASKED, "--shape", "gamma"), "--shape: found 'gamma'; allowed: log-normal, normal"),
+        ((*ASKED, "--correlation", "0 s"), "--correlation: found 0 s; allowed: above zero"),
+        (("--rate", "1 MB/s", "--bytes", "1MB", "--jitter", "1 ms"), "--jitter: found it with a"),
+    ],
+)
+def test_what_makes_no_sense_of_these_is_refused(
+    call: Call, args: tuple[str, ...], message: str
+) -> None:
+    code, out, err = call(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"pddrt: {message}")
+
+
+def test_a_link_that_stays_closed_is_said_to(tmp_path: File, call: Call) -> None:
+    profile = tmp_path / "shut.yaml"
+    profile.write_text(
+        "delay: 5 ms\nrepeat: false\nsegments:\n"
+        "  - {for: 20 ms, rate: 1 MB/s}\n  - {for: 1 s, rate: 0}\n"
+    )
+    for tcp in ("none", "cubic"):
+        code, _, err = call("--profile", str(profile), "--bytes", "1 MB", "--tcp", tcp)
+        assert code == 2
+        told = {"none": "the link stays closed, and not all has arrived", "cubic": "not done after"}
+        assert f"--bytes: found 1 MB: {told[tcp]}" in err
+
+
+def test_a_profile_is_shown_made_and_written(
+    tmp_path: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pddrt", "netem", "profile", *args])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    code, out, _ = profile()
+    assert code == 0
+    assert {"metro", "mobile", "public-internet"} <= {
+        line.split(" ")[0] for line in out.splitlines()
+    }
+    _, out, _ = profile("mobile", "--json")
+    facts = json.loads(out)["mobile"]
+    assert facts["rate"] == "min 0, mean 23.78 Mbit/s, max 52 Mbit/s"
+    for name in ("m.yaml", "m.csv"):
+        assert profile("mobile", "--out", str(tmp_path / name))[0] == 0
+        assert facts["rate"] in profile(str(tmp_path / name))[1]
+    ping, iperf = tmp_path / "ping", tmp_path / "iperf"
+    ping.write_text("time=10.0 ms\ntime=12.0 ms\n")
+    iperf.write_text('{"intervals": [{"sum": {"seconds": 1, "bytes": 1000000}}]}')
+    code, out, _ = profile("--ping", str(ping), "--iperf3", str(iperf))
+    assert "5.5 ms one way" in out
+    assert "8 Mbit/s" in out
+    for args, code, message in [
+        (("mobile", "--ping", str(ping)), 2, "beside --iperf3 or --ping"),
+        (
+            ("metro", "--out", str(tmp_path / "m.csv")),
+            2,
+            "a link that never changes; allowed: a .y",
+        ),
+        (("--out", "x"), 2, "--out: found it without anything to write"),
+        (("mobile", "--out", str(tmp_path / "no" / "m.csv")), 3, "cannot be written"),
+        (("--ping", str(iperf)), 2, "no line has a 'time=... ms'"),
+        (("--iperf3", str(tmp_path / "none")), 2, "No such file"),
+    ]:
+        found = profile(*args)
+        assert found[0] == code, found
+        assert message in found[2]

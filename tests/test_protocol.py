@@ -547,6 +547,7 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(
         ("lease_ns", "epoch", "have", "start", "end", "position", "id", "prompt_tokens"), 1
     ),
+    **dict.fromkeys(("begin_ns", "retry_ns", "waited_ns"), 1),
     **dict.fromkeys(("after", "step_ns", "token_ns", "life"), 1),
 }
 

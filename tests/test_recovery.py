@@ -1,15 +1,11 @@
 """How requests go on when an instance that has a part in them is lost: each row of the table in
-docs/recovery.md, the bounds, and any one instance killed behind any event of a run.
-
-`python -m tests.test_recovery [every]` kills behind every (or every so manieth) event of a run of
-50 requests, and says what became of it.
+docs/recovery.md, and the bounds. Any one instance killed behind any event: test_kills.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections import Counter
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,17 +15,14 @@ from pddrt.deployment import Deployment
 from pddrt.engine.model import oracle as judge
 from pddrt.errors import BadFrame
 from pddrt.messages import Limits, banned, finish
-from pddrt.policy.handoff import CatchUp, OneShot, Overlap
-from pddrt.policy.handoff import Policy as Handoff
+from pddrt.policy.handoff import CatchUp, Overlap
 from pddrt.policy.route import Naive, Pdd, Policy, RelayOnly, Route
 from pddrt.protocol import MainSide, RelaySide, State
 from pddrt.roles.attempts import LEAST, SHARE, Attempt, Recovery, rest_of
 from pddrt.types import MS, SECOND, Sampling
-from pddrt.workload import Session, Turn
 
 from .cluster import VOCAB, Cluster, Played, many, one
 from .test_faults import of, plan, suffers
-from .test_swarm import check_answers
 
 TEXT = "x" * 200
 SLOW: Policy = Pdd(0)
@@ -383,111 +376,71 @@ def test_a_relay_without_its_main_decoder_decodes_on(state: State) -> None:
     assert side.on_token(50) == ([], "length")
 
 
-# -- any one instance, behind any event ------------------------------------------------------------
+# -- KV that has left P and never comes ------------------------------------------------------------
 
-HANDOFFS: list[Handoff] = [
-    OneShot(),
-    CatchUp(threshold=4, max_ids_per_round=6),
-    Overlap(threshold=2, max_ids_per_round=16),
-]
-DEADLINE = 5 * SECOND
+QUIET = 400 * MS
+"""How long KV that has left P may take, here."""
 
 
-def asked(count: int) -> list[Session]:
-    """Some are relayed, some not; several at a time."""
-    return [
-        Session(i, i * 20 * MS, (Turn(f"{i:03d}" + "x" * (60 + i * 37 % 120), 12 + i * 7 % 40, 0),))
-        for i in range(count)
-    ]
+@pytest.mark.parametrize("kind", ["kv", "first"])
+@pytest.mark.parametrize("whose", ["rld0", "md0"])
+def test_the_end_of_a_stream_that_is_lost_in_silence_is_missed_soon(kind: str, whose: str) -> None:
+    """The last frame loses its tail, the stream stays open: the decoder waits, P waits."""
+    policy = SLOW if whose == "rld0" else Naive()
+    cluster = Cluster(policy=policy, handshake=QUIET, chunk_tokens=256)
+    played = lose(f"do: truncate, kind: {kind}, dst: {whose}, at: 0", cluster)
+    [lost] = [e for e in played.trace.events if isinstance(e, ev.Rerouted | ev.Retried)][:1]
+    left = max(e.t for e in of(played, ev.KVSent, dst=whose) if e.t < lost.t)
+    lacks = "the first id" if kind == "first" else "KV from 0 on"
+    assert f"{whose}: {lacks} never came, though p0 has sent it" in lost.why
+    assert QUIET <= lost.t - left < 2 * QUIET
+    assert played.records[0].finish_reason == "length"
 
 
-def killed(
-    victim: str, at: int | None, *, of_each: int, handoff: Handoff, requests: int, back: bool
-) -> Played:
-    """The run with `victim` killed right behind its event number `at`, for good or (`back`) for
-    100 ms. Checked: what must hold, every answer against the oracle, every end within the deadline.
-    """
-    sessions = asked(requests)
+def test_kv_for_a_cache_alone_that_is_lost_in_silence_is_not_waited_for() -> None:
+    """The answer is there, on the relay; what still crossed was for the next turn."""
+    cluster = Cluster(policy=SLOW, handshake=QUIET, chunk_tokens=256)
+    played = lose("do: truncate, kind: kv, dst: md0, at: 0", cluster, tokens=20)
+    [end] = of(played, ev.Finished)
+    [freed] = of(played, ev.Freed, instance="md0")
+    assert (end.reason, how(played)) == ("length", [])
+    assert end.t < freed.t < end.t + 2 * QUIET
 
-    async def kill(deployment: Deployment) -> None:
-        count, over = 0, asyncio.Event()
 
-        def hear(event: ev.Event) -> None:
-            nonlocal count
-            count += 1
-            if count == at:
-                asyncio.get_running_loop().call_soon(strike)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "do: delay, kind: kv, dst: md0, by: 3 s, at: 0",
+        "do: link-down, link: wan, on: {event: KVSent, dst: md0}, for: 3 s",
+        "do: link-slow, link: wan, to: 1 Mbit/s, at: 0",
+        "do: pause, instance: md0, on: {event: KVSent, dst: md0, nth: 2}, for: 3 s",
+        "do: pause, instance: p0, on: {event: KVSent, dst: md0}, for: 3 s",
+        "do: slow, instance: p0, factor: 200, at: 0",
+    ],
+)
+def test_queueing_is_no_silence(fault: str) -> None:
+    """F16: KV that is held up, in P or on the way, for many times as long is waited for."""
+    cluster = Cluster(policy=Naive(), handshake=QUIET)
+    played = lose(fault, cluster)
+    assert (how(played), played.records[0].finish_reason) == ([], "length")
+    kv = [of(played, ev.KVSent)[0].t, *(e.t for e in of(played, ev.KVReceived))]
+    assert max(b - a for a, b in itertools.pairwise(kv)) > 2 * QUIET
 
-        def strike() -> None:
-            deployment.crash(victim, keep=False)
-            over.set()
 
-        deployment.env.trace.listen(hear)
-        if at is not None:
-            await over.wait()
-        if back:
-            await deployment.env.sleep(100 * MS)
-            await deployment.restart(victim, kept=False)
+def test_who_does_not_read_does_not_say_that_nothing_comes() -> None:
+    """It takes its time over each frame, P's word among them, which overtakes KV."""
 
-    n = of_each
-    cluster = Cluster(n, n, n, policy=Pdd(20 * MS), handoff=handoff, deadline=DEADLINE, pages=400)
-    played = cluster.play(sessions, during=kill)
+    async def dawdle(deployment: Deployment) -> None:
+        env, md0 = deployment.env, deployment.instance("md0")
+
+        def begin(event: ev.Event) -> None:
+            if isinstance(event, ev.KVReceived):
+                md0.hold = partial(env.sleep, 2 * QUIET)
+
+        env.trace.listen(begin)
+
+    played = Cluster(policy=Naive(), handshake=QUIET).play([one(TEXT, 20)], during=dawdle)
     played.assert_sound()
-    gateway = played.deployment.gateway
-    assert not gateway._streams
-    assert not gateway._attempts
-    assert all(not c.requests and not c.unseen for c in gateway.instances.values())
-    check_answers(played.records, sessions, frozenset())
-    for r in played.records:
-        assert r.finished is not None
-        assert r.finished - r.sent <= DEADLINE + 50 * MS
-        assert r.finish_reason == "length" or (n == 1 and r.detail), (r.id, r.detail)
-    return played
-
-
-def length_of(**how: Any) -> int:
-    """Events up to the last answer."""
-    played = killed("p0", None, back=False, **how)
-    return max(i for i, e in enumerate(played.trace.events) if isinstance(e, ev.Finished))
-
-
-@pytest.mark.parametrize("victim", ["p0", "rld0", "md0"])
-@pytest.mark.parametrize("of_each", [1, 2])
-@pytest.mark.parametrize("handoff", HANDOFFS, ids=lambda h: type(h).__name__)
-def test_whoever_is_killed_every_request_has_its_answer_or_its_error(
-    victim: str, of_each: int, handoff: Handoff
-) -> None:
-    """With another one of its role: its answer. Three events of each case, others in each."""
-    about: Any = {"of_each": of_each, "handoff": handoff, "requests": 8}
-    events = length_of(**about) - 60
-    shift = 97 * (["p0", "rld0", "md0"].index(victim) + 3 * HANDOFFS.index(handoff))
-    for part in range(3):
-        at = 1 + (shift + events * part // 3) % events
-        killed(victim, at, back=part == 2, **about)
-
-
-def test_a_run_in_which_somebody_is_killed_is_the_same_for_the_same_seed() -> None:
-    about: Any = {"of_each": 2, "handoff": OneShot(), "requests": 8, "back": True}
-    first, second = (killed("md0", 500, **about).trace.digest for _ in range(2))
-    assert first == second
-
-
-def everywhere(every: int) -> None:
-    """All of it, with 50 requests."""
-    sums: Counter[str] = Counter()
-    for handoff in HANDOFFS:
-        for of_each in (1, 2):
-            about: Any = {"of_each": of_each, "handoff": handoff, "requests": 50}
-            events = length_of(**about)
-            for victim in ("p0", "rld0", "md0"):
-                for at in range(1, events - 60, every):
-                    played = killed(victim, at, back=False, **about)
-                    sums["kills"] += 1
-                    sums.update(r.finish_reason or "" for r in played.records)
-                    sums.update(e.then for e in played.events(ev.Rerouted))  # type: ignore[attr-defined]
-                    sums["again"] += len(played.events(ev.Retried))
-            print(type(handoff).__name__, of_each, events, "events", dict(sums), flush=True)
-
-
-if __name__ == "__main__":
-    everywhere(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    kv = [e.t for e in of(played, ev.KVReceived)]
+    assert kv[-1] - kv[-2] >= 2 * QUIET
+    assert how(played) == []

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from pddrt import recording, slowness, svg
+from pddrt import recording
 from pddrt.errors import BadInput, CannotRun
-from pddrt.metrics import LEGS, Recorder
+from pddrt.metrics import Recorder
 from pddrt.recording import LEFT_OUT
-from pddrt.report import make
-from pddrt.timeline import PARTS, Levels, Sums, Timeline, covered, runs, within
-from pddrt.types import MS, SECOND
+from pddrt.report import slowness, svg
+from pddrt.report.page import make
+from pddrt.report.timeline import Timeline, covered
+from pddrt.types import SECOND
 
 from .recordings import copied, lines, paced, recorded, stormy
 
@@ -97,6 +98,19 @@ def queued(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One request loses both its streams of KV, and is tried again; another loses an instance."""
+    return recorded(
+        tmp_path_factory.mktemp("runs") / "again",
+        "faults.yaml",
+        "workload.sessions=8",
+        "workload.turns=1",
+        "faults=[{do: reset, on: {event: KVSent, dst: md-1, nth: 2}}, "
+        "{do: crash, instance: rld-0, at: 400 ms, for: 100 ms}]",
+    )
+
+
 # -- what it says ----------------------------------------------------------------------------------
 
 
@@ -111,7 +125,7 @@ def test_the_first_sentence_names_the_slowest_request_and_its_largest_leg(queued
     assert said is not None
     assert said.groups() == (row["id"], leg)
     assert "of KV from p0 to md0 over wan a>b" in text
-    assert "other transfer(s) shared" in text, "why it took so long"
+    assert re.search(r"\d other transfers? shared", text), "why it took so long"
 
 
 def test_parts_of_every_request_add_up_to_all_of_its_time(storm: Path, rounds: Path) -> None:
@@ -131,17 +145,51 @@ def test_hidden_and_exposed_wire_time_are_all_wire_time(storm: Path) -> None:
     hidden = exposed = 0
     for record in recorder.requests.values():
         for wire in slowness.wire_times(record, timeline):
-            pieces = timeline.wires[record.id, wire.dst].pieces
+            pieces = timeline.wires[wire.attempt, wire.dst].pieces
             assert wire.hidden + wire.exposed == covered([(a, b) for a, b, _ in pieces])
             hidden, exposed = hidden + wire.hidden, exposed + wire.exposed
-            if wire.dst == record.first_decoder and record.legs is not None:
+            if wire.first and record.legs is not None:
                 assert wire.exposed <= record.legs["transfer"]
     assert hidden
     assert exposed
 
 
-def test_a_fault_is_named_where_it_made_a_request_slow(storm: Path) -> None:
-    assert "a fault was in effect: wan is down" in reported(storm).text
+def test_what_went_wrong_and_what_became_of_it_comes_first(storm: Path, rounds: Path) -> None:
+    page = reported(storm)
+    box, _, rest = page.text.partition("finished / all requests")
+    assert "What went wrong, and what became of it" in box
+    assert "What made the slowest requests slow" in rest
+    took = sum(e["event"] == "FaultInjected" for e in lines(storm, "events.jsonl"))
+    assert f"{took} faults took effect" in box
+    users = [r for r in lines(storm) if r["detail"] == "cancelled by the client"]
+    assert f"{len(users)} cancelled by the user: {users[0]['id']}" in box
+    assert "What went wrong" not in reported(rounds).text.partition("finished / all requests")[0]
+
+
+def test_requests_that_were_tried_again_are_told_at_once(again: Path) -> None:
+    box, _, rest = reported(again).text.partition("finished / all requests")
+    tried = [r["id"] for r in lines(again) if r["attempts"] > 1]
+    assert tried, "what this run is for"
+    assert f"{len(tried)} answered by another attempt elsewhere: {tried[0]}" in box
+    assert "No request failed." in box
+    assert f"tried again elsewhere (answered): {tried[0]}" in rest
+
+
+def test_the_table_of_faults_says_whom_each_hit_and_from_when_its_time_counts(storm: Path) -> None:
+    text = reported(storm).text.partition("Whom a fault hit is read")
+    (crash,) = (e for e in lines(storm, "events.jsonl")
+                if e["event"] == "FaultInjected" and e["do"] == "crash")  # fmt: skip
+    assert f"The workload began at {crash['t_s'] - 0.3:.3f} s" in text[0], "its fault is at 300 ms"
+    for row in lines(storm):
+        if row["detail"] == "cancelled by the client":
+            assert f"the user cancels {row['id']}1 cancelled by the user: {row['id']}" in text[2]
+
+
+def test_goodput_says_what_it_counts_and_over_which_time(storm: Path, queued: Path) -> None:
+    assert "goodput: finished requests (no SLO is asked for); over" in reported(storm).text
+    text = reported(queued).text
+    assert "goodput: finished with TTFT at most 2 s, TPOT at most 30 ms, " in text
+    assert re.search(r"of all requests; over [\d.]+ s, first arrival to last finish", text)
 
 
 def test_every_request_is_in_a_table_that_needs_no_script(storm: Path) -> None:
@@ -186,35 +234,63 @@ def test_violations_come_first_with_the_events_that_led_to_them(
     }
     folder = copied(rounds, tmp_path / "run", summary=json.dumps(summary).encode())
     text = reported(folder).text
-    assert text.index("1 invariant(s) were violated") < text.index("What made the slowest")
+    assert text.index("1 invariant violated.") < text.index("What made the slowest")
     assert "{the event}" in text
 
 
 # -- the chart that moves --------------------------------------------------------------------------
 
 
-def test_segments_of_a_request_are_what_its_record_says(rounds: Path) -> None:
-    data = reported(rounds).data
-    at = {name: i for i, name in enumerate(data["fields"])}
-    rows = {row["id"]: row for row in lines(rounds)}
+def drawn_rows(page: Page) -> dict[str, tuple[dict[str, Any], list[tuple[str, int, int, int]]]]:
+    """Each request of the chart by name: its fields, and its (kind, start, end, attempt)."""
+    data, found = page.data, {}
     for shown in data["rows"]:
-        row = rows[shown[at["id"]]]
-        flat = shown[at["segments"]]
+        row = dict(zip(data["fields"], shown, strict=True))
+        flat = row["segments"]
+        kinds = [data["kinds"][kind][0] for kind in flat[::4]]
+        found[row["id"]] = row, list(zip(kinds, flat[1::4], flat[2::4], flat[3::4], strict=True))
+    return found
+
+
+def test_segments_of_a_request_are_what_its_record_says(rounds: Path) -> None:
+    drawn = drawn_rows(reported(rounds))
+    for row in lines(rounds):
+        shown, segments = drawn[row["id"]]
         spans = {}
-        for kind, start, end in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+        for kind, start, end, attempt in segments:
             assert 0 <= start <= end
-            spans.setdefault(data["kinds"][kind], (start, end))
+            assert attempt == 0
+            spans.setdefault(kind, (start, end))
         times = [round(t * 1e9) // 1000 for t in row["token_times_s"]]
-        assert spans["wait"][1] == shown[at["ttft"]] == times[0]
-        assert spans["main"][1] == times[-1]
+        assert spans["delivery"][1] == shown["ttft"] == times[0]
+        assert spans["main_decode"][1] == times[-1]
         if row["handoff"] is None:
-            assert "handoff" not in spans
+            assert "handoff_gap" not in spans
             continue
-        start, end = spans["handoff"]
+        start, end = spans["handoff_gap"]
         assert end - start == pytest.approx(row["handoff"]["gap_s"] * 1e6, abs=1)
-        assert spans["relay"] == (times[0], start)
-        assert len(shown[at["rounds"]]) == row["handoff"]["rounds"]
-        assert sum(ids for _, ids, _ in shown[at["rounds"]]) == row["handoff"]["ids"]
+        assert spans["relay_decode"] == (times[0], start)
+        assert len(shown["rounds"]) == row["handoff"]["rounds"]
+        assert sum(ids for _, ids, _ in shown["rounds"]) == row["handoff"]["ids"]
+
+
+def test_parts_of_one_that_was_tried_again_follow_each_other_attempt_by_attempt(
+    again: Path,
+) -> None:
+    drawn = drawn_rows(reported(again))
+    tried = [row for row in lines(again) if row["attempts"] > 1]
+    assert tried
+    for row in tried:
+        shown, segments = drawn[row["id"]]
+        parts = [s for s in segments if not s[0].startswith("kv_")]
+        assert [b for _, _, b, _ in parts[:-1]] == [a for _, a, _, _ in parts[1:]], "no overlap"
+        assert parts[-1][2] == pytest.approx(row["e2e_s"] * 1e6, abs=1)
+        assert "lost" in [kind for kind, *_ in parts]
+        assert len(shown["attempts"]) == row["attempts"]
+        assert len({attempt for *_, attempt in parts}) == row["attempts"]
+        assert "attempt 1, by way of" in shown["story"]
+        wires = [attempt for kind, *_, attempt in segments if kind.startswith("kv_")]
+        assert row["attempts"] - 1 in wires, "KV of the attempt that counted"
 
 
 def test_a_thousand_requests_make_a_page_of_less_than_three_megabytes(
@@ -410,60 +486,3 @@ def test_a_folder_that_cannot_be_written_is_said(rounds: Path, tmp_path: Path) -
     (folder / "trace.json").mkdir()
     with pytest.raises(CannotRun, match="cannot make a report"):
         make(folder)
-
-
-# -- series and charts -----------------------------------------------------------------------------
-
-
-def test_sums_keep_every_amount_however_long_the_run() -> None:
-    sums = Sums()
-    sums.add(0, 3 * MS, 3.0)
-    sums.add(MS // 2, MS // 2, 1.0)
-    assert [round(rate * MS, 6) for _, _, rate in sums.rates(4 * MS)] == [2, 1, 1, 0]
-    sums.add(900 * SECOND, 901 * SECOND, 5.0)
-    parts = list(sums.rates(1000 * SECOND))
-    assert len(parts) <= PARTS
-    assert sum((end - start) * rate for start, end, rate in parts) == pytest.approx(9.0)
-
-
-def test_levels_hold_until_they_change_and_keep_their_peaks() -> None:
-    levels = Levels()
-    levels.set(0, 2)
-    levels.set(5 * MS, 9)
-    levels.set(5 * MS + 1, 3)
-    assert [level for _, _, level in levels.levels(8 * MS)] == [2, 2, 2, 2, 2, 9, 3, 3]
-    levels.set(600 * SECOND, 4)
-    assert max(level for _, _, level in levels.levels(600 * SECOND)) == 9
-
-
-def test_spans() -> None:
-    assert covered([(0, 5), (3, 8), (10, 12), (11, 11)]) == 10
-    assert within([(0, 5), (6, 9)], 4, 7) == [(4, 5), (6, 7)]
-    assert runs([(0, 2), (2, 3), (5, 6)]) == [(0, 3), (5, 6)]
-    assert runs([(i * 10, i * 10 + 1) for i in range(20)], most=3) == [(0, 1), (10, 11), (20, 191)]
-
-
-def test_a_cdf_ends_at_one_and_is_thinned_out_evenly() -> None:
-    assert svg.cdf([1.0, 2.0]) == [(1.0, 0.0), (1.0, 0.5), (2.0, 0.5), (2.0, 1.0)]
-    points = svg.cdf([float(i) for i in range(10_000)], most=100)
-    assert len(points) <= 200
-    assert points[-1] == (9999.0, 1.0)
-    assert all(abs(share - (value + 1) / 10_000) < 1e-9 for value, share in points[1::2])
-
-
-@pytest.mark.parametrize(("low", "high", "log"), [(0, 1, False), (0, 7e10, False), (3, 4e8, True)])
-def test_ticks_are_few_and_inside(low: float, high: float, log: bool) -> None:
-    scale = svg.Scale(low, high, 0, 100, log)
-    ticks = scale.ticks()
-    assert 2 <= len(ticks) <= 8
-    assert all(low <= t <= high * (1 + 1e-9) for t in ticks)
-    assert [scale(t) for t in ticks] == sorted(scale(t) for t in ticks)
-
-
-def test_all_legs_have_a_letter_and_a_colour() -> None:
-    from pddrt.figures import LETTERS
-
-    style = (Path(svg.__file__).parent / "assets" / "report.css").read_text()
-    for part in slowness.PARTS:
-        assert re.search(rf"\.c-{part}\b", style), part
-    assert len({LETTERS[leg] for leg in LEGS}) == len(LEGS)

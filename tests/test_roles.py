@@ -620,6 +620,7 @@ def test_prefill_refuses_what_it_cannot_take(tokens: Sequence[int], why: str) ->
             max_tokens=5,
             sampling=astuple(Sampling()),
             lease_ns=SECOND,
+            begin_ns=None,
             held=False,
         )
 

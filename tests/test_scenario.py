@@ -100,7 +100,7 @@ ONE_PROBLEM = [
     ("rate: 50 Mbit/s", "rate:", "11: links.wan.rate: found nothing; allowed: a rate such as"),
     ("delay: 15 ms", "delay: 15", "12: links.wan.delay: found 15, a number without a unit"),
     ("jitter: 1 ms", "jitter: 1 mile", "13: links.wan.jitter: found '1 mile', unit 'mile' is unknown"),
-    ("jitter: 1 ms", "tcp: cubic", f"13: links.wan.tcp: found 'cubic', {NOT_YET}; available: none"),
+    ("jitter: 1 ms", "tcp: cubics", "13: links.wan.tcp: found 'cubics', did you mean 'cubic'?; allowed: none | reno"),
     ("between: [a, b]", "between: [a]", "10: links.wan.between: found a list of 1; allowed: two sites"),
     ("between: [a, b]", "between: [a, 5]", "10: links.wan.between.1: found 5; allowed: a name"),
     ("between: [a, b]", "to: b", "9: links.wan.between: missing; needed: two sites"),

@@ -145,7 +145,7 @@ def test_gaps_of_others_are_told_apart_by_whose_extend_lay_in_them() -> None:
     steps.stopped("y")
     step(40, ("y", 14, 15))
     made(40, "y", 15)
-    assert (steps.quiet, steps.beside) == ([5 * MS], [10 * MS, 7 * MS])
+    assert (list(steps.quiet), list(steps.beside)) == ([5 * MS], [10 * MS, 7 * MS])
     assert steps.worst == {"x": 10 * MS}
 
 

@@ -403,6 +403,26 @@ def test_a_cancelled_timer_of_env_does_not_run() -> None:
     both_clocks(main)
 
 
+def test_timers_that_were_cancelled_do_not_pile_up_until_they_are_due() -> None:
+    """Every request sets deadlines far ahead and cancels them; what stands keeps its order."""
+
+    async def main() -> list[int]:
+        loop, fired, most = loop_now(), list[int](), 0
+        for number in range(5_000):
+            far = loop.call_at_ns((1_000 + number) * SECOND, fired.append, -1)
+            if number % 1_000 == 0:
+                loop.call_at_ns((2_000 - number // 1_000) * SECOND, fired.append, number)
+            await asyncio.sleep(0.001)
+            far.cancel()
+            far.cancel()
+            most = max(most, len(loop._timers))
+        assert most < 300
+        await asyncio.sleep(3_000)
+        return fired
+
+    assert run(main()) == [4_000, 3_000, 2_000, 1_000, 0]
+
+
 def test_virtual_sleeps_are_exact() -> None:
     async def main() -> None:
         env = VirtualEnv(7, Trace())

@@ -1,257 +1,239 @@
-"""Whole clusters by seed: whatever the sizes, rates, sites and accidents, every answer is the
-oracle's or the beginning of it, every request ends once, and everything is given back.
-
-A seed draws the deployment (how many P, RLD and MD, pages and pools from too small to ample,
-chunks, batches, links, gateway's site, policy, who releases the first token), the sessions, and
-what befalls them: cancels, rates that change under traffic, streams that break, frames from a
-stranger. To look into a failure, call `play` with its seed.
+"""The swarm under faults, by seed (`scripts/swarm` plays thousands); cases that failed once; and
+that the swarm itself works: planted bugs are found, cases are read back, failing ones made small.
 """
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from pddrt.deployment import Deployment
-from pddrt.engine.tokens import ByteTokenizer
-from pddrt.frames import Frame, pack_ids
-from pddrt.messages import MESSAGES
-from pddrt.metrics import RequestRecord
-from pddrt.netem.net import Connection
-from pddrt.netem.simnet import SimNet
-from pddrt.policy.anomaly import Anomaly
-from pddrt.policy.handoff import Adaptive, CatchUp, OneShot, Overlap
-from pddrt.policy.handoff import Policy as Handoff
-from pddrt.policy.route import Alone, Naive, Pdd, Policy, Prfaas, RelayOnly
-from pddrt.trace import Resumed
-from pddrt.types import MS, SECOND, Sampling
-from pddrt.workload import Session, Turn
+from pddrt.faults import KINDS
+from pddrt.trace import Rerouted, Retried
+from pddrt.types import SECOND
 
-from .cluster import LAYOUT, VOCAB, Cluster, Played, oracle
+from . import fleet
+from .coverage import HANDOFF, PHASES, Coverage
+from .kept import KeptTrace
+from .misfortunes import GENTLE
+from .mutants import MUTANTS
+from .shrink import shrink
+from .swarm import ROUGH, Case, draw, failure, manner, play
+from .swarm_cli import hunt, main
 
-Accident = Callable[[Deployment, random.Random], None]
-
-HANDOFFS: list[Handoff] = [
-    OneShot(),
-    CatchUp(threshold=4, max_ids_per_round=6),
-    Adaptive(threshold=8, max_ids_per_round=64, max_rounds=3),
-    Overlap(threshold=2, max_ids_per_round=16),
-]
-LONGEST = 160
-ANSWER = 90
+SEEDS = range(50)
+REGRESSIONS = yaml.safe_load((Path(__file__).parent / "regressions.yaml").read_text())
 
 
-def cluster(rng: random.Random, seed: int) -> Cluster:
-    page_tokens = rng.choice([1, 7, 16, 64])
-    three_turns = 3 * (LONGEST + ANSWER + 1)
-    delay = rng.choice([0, 1 * MS, 15 * MS, 60 * MS])
-    router = random.Random(f"router of {seed}")
-    filters = [Anomaly(0, 10, share=1.0, guess=guess) for guess in ("max_tokens", "session")]
-    return Cluster(
-        signal_age=router.choice([0, 50 * MS, SECOND]),
-        max_transfers=router.choice([1, 2, 8]),
-        anomaly=router.choice([None, None, *filters]),
-        prefills=rng.choice([1, 1, 2]),
-        relays=rng.choice([1, 1, 2]),
-        mains=rng.choice([1, 1, 3]),
-        page_tokens=page_tokens,
-        pages=-(-three_turns // page_tokens) * rng.choice([1, 1, 4]),
-        chunk_tokens=rng.choice([8, 32, 512]),
-        max_batch=rng.choice([1, 2, 16]),
-        fabric=rng.choice([1_000_000_000, 1_000_000]),
-        rate=rng.choice([400_000, 1_000_000, 4_000_000, None]),
-        delay=delay,
-        jitter=delay // rng.choice([3, 1000]),
-        policy=rng.choice([Pdd(0), Pdd(20 * MS), Pdd(100 * MS), Naive()]),
-        eos_ids=frozenset(rng.sample(range(VOCAB), rng.choice([0, 0, 2]))),
-        stream_while_computing=rng.random() < 0.7,
-        early_first_token=rng.random() < 0.3,
-        seed=seed,
-        shuffle=rng.choice([None, seed]),
-        gateway_site=rng.choice("aab"),
-        handoff=HANDOFFS[seed % len(HANDOFFS)],
-        piece=rng.choice([None, 1, 8]),
+@cache
+def covered(seed: int) -> Coverage:
+    """What a seed's faults hit; everything that must hold is checked by the way."""
+    case, trace, coverage = draw(seed), KeptTrace(), Coverage()
+    play(case, trace)
+    coverage.add(case, trace.events)
+    return coverage
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_befalls_a_cluster_nothing_is_lost(seed: int) -> None:
+    assert covered(seed).ends
+
+
+CALM: dict[str, Any] = {
+    **dict.fromkeys(("faults", "changes"), ()),
+    **dict.fromkeys(("ghosts", "stranger"), 0),
+    **dict.fromkeys(("shed_after", "max_requests")),
+    **{"silent": False, "deadline": 60 * SECOND},
+}
+
+
+@pytest.mark.parametrize("seed", range(100, 115))
+def test_where_nothing_befalls_it_every_request_has_its_whole_answer(seed: int) -> None:
+    played = play(replace(draw(seed), **CALM))
+    assert {r.finish_reason for r in played.records} <= {"length", "stop"}
+    assert not played.events(Retried)
+    assert not played.events(Rerouted)
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_a_stranger_spoils_no_answer_and_ends_no_request(seed: int) -> None:
+    """Whatever it says of whichever request: it has no part in any."""
+    played = play(replace(draw(seed), **{**CALM, "stranger": 60}))
+    assert {r.finish_reason for r in played.records} <= {"length", "stop"}
+    assert not played.events(Retried)
+    assert not played.events(Rerouted)
+
+
+@pytest.mark.parametrize("old", REGRESSIONS, ids=lambda old: str(old["was"])[:60])
+def test_what_failed_once_does_not_fail_again(old: dict[str, Any]) -> None:
+    play(Case.parse(yaml.safe_dump(old["case"])))
+
+
+def test_the_seeds_cover_kinds_phases_and_handoffs() -> None:
+    """Else they say little."""
+    total = Coverage()
+    for seed in SEEDS:
+        total.merge(covered(seed))
+    assert total.seeds == len(SEEDS)
+    assert sum(bool(total.faults[kind]) for kind in KINDS) >= len(KINDS) - 2
+    missed = [phase for phase in PHASES if not total.handoffs_hit[phase]]
+    assert len(missed) <= 3, missed
+    assert any(total.handoffs_hit[phase] for phase in HANDOFF)
+    assert {"one-shot", "catch-up", "adaptive", "overlap"} <= total.handoffs.keys()
+    assert total.ends["length"] > sum(total.ends.values()) / 2
+    assert len(total.table().splitlines()) > len(KINDS)
+
+
+def test_every_kind_of_fault_is_drawn_and_judged() -> None:
+    assert set(KINDS) == {*GENTLE, *ROUGH}
+    drawn = {fault["do"] for seed in range(300) for fault in draw(seed).faults}
+    assert drawn == set(KINDS)
+
+
+# -- the swarm itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 9))
+def test_a_case_is_read_back_as_it_was_printed(seed: int) -> None:
+    case = draw(seed)
+    assert Case.parse(case.to_text()) == case
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    digests = []
+    for _ in range(2):
+        trace = KeptTrace()
+        play(draw(3), trace)
+        digests.append(trace.digest)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("name", ["sent-before-its-step", "forgotten-release", "tail-not-copied"])
+def test_planted_bugs_are_found(name: str) -> None:
+    """`scripts/mutants` looks for all of them."""
+    assert failure(draw(hunt(name, 0, 20)[1])) == "", "not found, or it is gone without the bug"
+
+
+def test_there_are_many_planted_bugs_and_each_is_taken_out_again() -> None:
+    assert len(MUTANTS) >= 15
+    for mutant in MUTANTS.values():
+        before = [getattr(owner, name) for owner, name, _ in mutant.patches]
+        with mutant.planted():
+            planted = [getattr(owner, name) for owner, name, _ in mutant.patches]
+        after = [getattr(owner, name) for owner, name, _ in mutant.patches]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+        assert all(a is not b for a, b in zip(before, planted, strict=True))
+
+
+def test_a_failing_case_is_made_as_small_as_it_fails() -> None:
+    """Here: with a crash, two sessions and two main decoders."""
+    big = next(
+        c
+        for c in map(draw, range(1000))
+        if c.mains > 1 and len(c.sessions) > 3 and len(c.faults) > 2 and _crashes(c)
+    )
+
+    def fails(case: Case) -> str:
+        fails = _crashes(case) and len(case.sessions) > 1 and case.mains > 1
+        return f"Wrong: a bug: seed {len(case.sessions)}" if fails else ""
+
+    small, failed = shrink(big, fails(big), 1000, fails)
+    assert (len(small.sessions), len(small.faults), small.mains) == (2, 1, big.mains)
+    assert failed == "Wrong: a bug: seed 2"
+    plain = Case()
+    assert (small.page_tokens, small.policy, small.shuffle) == (
+        plain.page_tokens,
+        plain.policy,
+        plain.shuffle,
     )
 
 
-def sessions(rng: random.Random, page_tokens: int) -> list[Session]:
-    def turn() -> Turn:
-        length = min(rng.choice([page_tokens, rng.randint(1, LONGEST), LONGEST]), LONGEST)
-        text = "".join(rng.choice("abcdefg") for _ in range(length))
-        return Turn(text, rng.choice([1, rng.randint(1, ANSWER), ANSWER]), rng.choice([0, 50 * MS]))
-
-    every = rng.choice([0, 5 * MS, 40 * MS])
-    return [
-        Session(i, i * every, tuple(turn() for _ in range(rng.choice([1, 1, 3]))))
-        for i in range(rng.choice([1, 4, 9]))
-    ]
+def _crashes(case: Case) -> bool:
+    return any(fault["do"] == "crash" for fault in case.faults)
 
 
-# -- accidents -------------------------------------------------------------------------------------
+def test_a_failure_is_told_by_its_manner_and_not_by_whom_it_befell() -> None:
+    one = "Violation: a page freed twice: md0: page 3 by s1.0"
+    other = "Violation: a page freed twice: rld1: page 17 by s2.2"
+    assert manner(one) == manner(other) != manner("Violation: ended twice: s1.0")
+    assert manner("KeyError: 's3.1'") == manner("KeyError: 's0.0'") != manner("IndexError: 's3.1'")
 
 
-def cancel(deployment: Deployment, rng: random.Random) -> None:
-    under_way = list(deployment.gateway._streams)
-    if under_way:
-        deployment.client.post("gateway", "cancel", request=rng.choice(under_way))
+def _work(task: str) -> str:
+    if task == "hang":
+        while True:
+            signal.pause()
+    if task == "die":
+        os._exit(3)
+    return f"{task} done"
 
 
-def change_rate(deployment: Deployment, rng: random.Random) -> None:
-    assert isinstance(deployment.net, SimNet)
-    deployment.net.set_rate("wan", rng.choice([0, 50_000, 1_000_000, None]))
+def test_who_hangs_or_dies_is_told_of_and_the_others_go_on() -> None:
+    def tasks() -> Iterator[str]:
+        yield from ("a", "hang", "die", "b", "c")
+
+    found = {task: (result, wrong) for task, result, wrong in fleet.each(_work, tasks(), 2, 1.0)}
+    assert found["hang"] == (None, fleet.HUNG)
+    assert found["die"] == (None, "its process died")
+    assert [found[t] for t in "abc"] == [(f"{t} done", "") for t in "abc"]
 
 
-def cut(deployment: Deployment, rng: random.Random) -> None:
-    node = rng.choice([*deployment.instances, deployment.gateway])
-    if node._connections:
-        rng.choice(node._connections).abort()
+def test_no_process_is_left_when_it_is_interrupted() -> None:
+    run = fleet.each(_work, iter(["a", "hang", "hang"]), 3, 60.0)
+    next(run)
+    workers = list(run.gi_frame.f_locals["workers"])
+    with pytest.raises(KeyboardInterrupt):
+        run.throw(KeyboardInterrupt)
+    assert workers
+    assert not any(worker.process.is_alive() for worker in workers)
 
 
-def garbage(rng: random.Random, requests: Sequence[str]) -> Frame:
-    """A frame of a known kind whose fields are partly right and partly anything."""
-    anything = [None, True, -1, 0, 1 << 40, 1.5, float("nan"), "", "P", b"x", [], [1], {}]
-    likely = {
-        "request": rng.choice(requests),
-        "epoch": rng.randint(1, 6),
-        "start": rng.choice([0, rng.randint(0, 200)]),
-        "end": rng.randint(0, 200),
-        "position": rng.randint(0, 200),
-        "sampling": astuple(Sampling()),
-        "logprobs": rng.choice([None, [], [[-1.0, [[5, -0.5]]]]]),
-        "layout": [LAYOUT.fingerprint, 4, 2, 32, "bfloat16"],
-        "relay": rng.choice([None, "rld0"]),
-        "main": "md0",
-        "last": True,
-        "source": "M",
-    }
-    kind = rng.choice([k for k in MESSAGES if k != "submit"])  # a stranger's ids are its own
-    about = {
-        name: likely.get(name, rng.choice(["x", 1])) if rng.random() < 0.8 else rng.choice(anything)
-        for name in MESSAGES[kind]
-        if rng.random() < 0.97
-    }
-    payload = rng.choice([b"", b"x", pack_ids(range(rng.randint(1, 20))), bytes(1024 * 8)])
-    return Frame(kind, about, payload)
+def test_the_result_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swarm", "--start", "4", "--seeds", "2", "--jobs", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["seeds"], found["failures"]) == (2, [])
+    assert found["requests"] == sum(found["ends"].values()) > 0
+    assert set(found["faults"]) == set(KINDS)
 
 
-async def intrude(deployment: Deployment, rng: random.Random) -> None:
-    """A stranger talks to everyone."""
-    conns: dict[str, Connection] = {}
-    for _ in range(40):
-        await deployment.env.sleep(rng.choice([0, 1 * MS, 10 * MS]))
-        name = rng.choice([*deployment.instances, deployment.gateway]).name
-        if name not in conns or rng.random() < 0.3:  # the last one may have been ended
-            conns[name] = await deployment.net.connect("stranger", name)
-            purpose = rng.choice(["control", "kv", "nothing"])
-            conns[name].post(Frame("open", {"purpose": purpose}))
-        conns[name].post(garbage(rng, ["s0.0", "s1.0", *deployment.gateway._streams]))
-
-
-# -- the swarm -------------------------------------------------------------------------------------
-
-
-def play(
-    seed: int,
-    accidents: Sequence[Accident] = (),
-    stranger: bool = False,
-    policy: Policy | None = None,
-) -> Played:
-    """One seed to its end, with everything checked that must hold whatever befell it. `policy`: in
-    place of the one drawn.
-    """
-    rng = random.Random(seed)
-    deployed = cluster(rng, seed)
-    deployed.policy = policy or deployed.policy
-    asked = sessions(rng, deployed.page_tokens)
-
-    async def befall(deployment: Deployment) -> None:
-        for _ in range(rng.randint(1, 6) if accidents else 0):
-            await deployment.env.sleep(rng.randint(0, 80 * MS))
-            rng.choice(accidents)(deployment, rng)
-        if stranger:
-            await intrude(deployment, rng)
-        assert isinstance(deployment.net, SimNet)
-        deployment.net.set_rate("wan", deployed.rate)
-
-    played = deployed.play(asked, during=befall)
-    played.assert_sound()
-    gateway = played.deployment.gateway
-    assert not gateway._streams
-    assert all(not c.requests and not c.unseen for c in gateway.instances.values())
-    check_answers(played.records, asked, deployed.eos_ids)
-    return played
-
-
-def check_answers(
-    records: Sequence[RequestRecord], asked: Sequence[Session], eos_ids: frozenset[int]
+def test_one_seed_is_played_again_with_its_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """P, then R, then M, or all P's, once in each attempt; each answer that of the oracle, or its
-    beginning where it was aborted.
-    """
-    tokenizer = ByteTokenizer()
-    conversations: dict[int, list[int]] = {}
-    for r in records:
-        turn, history = asked[r.session].turns[r.turn], conversations.get(r.session, [])
-        if history:
-            ended = history[-1] in eos_ids
-            ids = history + tokenizer.follow_up(turn.text, after_eos=ended)
-        else:
-            ids = tokenizer.chat(turn.text)
-        conversations[r.session] = ids + r.ids
-        wanted = oracle(ids, turn.max_tokens)
-        ends = [at for at, token in enumerate(wanted, 1) if token in eos_ids]
-        wanted = wanted[: ends[0]] if ends else wanted
-        assert re.fullmatch(f"(P+|P?R*M*){{{1 + r.attempt}}}", r.sources)
-        if r.finish_reason in ("length", "stop"):
-            assert (r.ids, r.finish_reason) == (wanted, "stop" if ends else "length"), r.id
-        else:
-            assert r.ids == wanted[: len(r.ids)], r.id
+    events, printed = tmp_path / "events.jsonl", tmp_path / "case.yaml"
+    assert main(["swarm", "--start", "5", "--seeds", "1", "--trace", str(events), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    printed.write_text(told["case"])
+    assert main(["swarm", "--case", str(printed), "--trace", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again").read_bytes() == events.read_bytes() != b""
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_without_accidents_every_request_finishes(seed: int) -> None:
-    for r in play(seed).records:
-        assert r.finish_reason in ("length", "stop"), (r.id, r.detail)
+def test_a_seed_that_fails_is_told_with_the_command_that_plays_it_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, seed, _ = hunt("sent-before-its-step", 0, 20)
+    with MUTANTS["sent-before-its-step"].planted():
+        assert main(["swarm", "--start", str(seed), "--seeds", "1", "--json"]) == 1
+    [told] = json.loads(capsys.readouterr().out)["failures"]
+    assert told["seed"] == seed
+    assert told["failure"].startswith("Violation: KV sent before it was computed")
+    again = f"scripts/swarm --start {seed} --seeds 1 --trace events-{seed}.jsonl"
+    assert told["again"] == again
+    small = Case.parse(told["case"])
+    assert len(small.sessions) == 1
+    with MUTANTS["sent-before-its-step"].planted():
+        assert manner(failure(small)) == manner(told["failure"])
 
 
-@pytest.mark.parametrize("seed", range(100, 140))
-def test_cancels_and_rate_changes_abort_only_what_was_cancelled(seed: int) -> None:
-    for r in play(seed, [cancel, cancel, change_rate]).records:
-        assert r.finish_reason in ("length", "stop") or r.detail == "cancelled by the client"
-
-
-@pytest.mark.parametrize("seed", range(200, 220))
-def test_streams_that_break_end_requests_and_strand_nothing(seed: int) -> None:
-    """F3, F8: what needs the stream ends, by name; it is opened again."""
-    for r in play(seed, [cut, cut, cancel]).records:
-        assert r.finish_reason in ("length", "stop") or r.detail
-
-
-@pytest.mark.parametrize("seed", range(300, 320))
-def test_a_stranger_spoils_no_answer_and_ends_no_instance(seed: int) -> None:
-    for r in play(seed, stranger=True).records:
-        assert r.finish_reason in ("length", "stop") or r.detail
-
-
-POLICIES: list[Policy] = [Alone("prefill"), Alone("main"), Prfaas(60), RelayOnly(20 * MS)]
-
-
-@pytest.mark.parametrize("seed", range(400, 440))
-def test_whatever_the_pipeline_accidents_end_requests_and_strand_nothing(seed: int) -> None:
-    accidents = [cancel, cancel, change_rate, *([cut] if seed % 2 else [])]
-    for r in play(seed, accidents, policy=POLICIES[seed % 4]).records:
-        assert r.finish_reason in ("length", "stop") or r.detail
-
-
-def test_the_swarm_covers_every_way_to_hand_over() -> None:
-    """Else the seeds above say little."""
-    modes = {r.seam.mode for seed in (13, 25, 103) for r in play(seed).records if r.switch}
-    assert modes == {"one-shot", "catch-up", "overlap"}
-
-
-def test_the_swarm_covers_transfers_that_are_held_and_resumed() -> None:
-    assert all(play(seed).events(Resumed) for seed in (13, 20))
+def test_unknown_bugs_and_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mutants", "nonsense"]) == 2
+    assert "allowed: freed-under-a-step" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["swarm", "--seeds", "0"])

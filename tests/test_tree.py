@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pddrt"
 
 LAYERS = {
-    "ground": ["types", "errors", "env", "simloop", "trace", "units"],
+    "ground": ["types", "errors", "alarm", "env", "simloop", "trace", "units"],
     "pure": [
         "document",
         "fields",
@@ -31,7 +31,17 @@ LAYERS = {
         "messages",
         "protocol",
         "frames",
+        "link_fields",
+        "netem.jitter",
+        "netem.queues",
         "netem.link",
+        "netem.losses",
+        "netem.tcp_link",
+        "netem.tcp_stream",
+        "netem.tcp_stream",
+        "netem.trace_files",
+        "netem.profiles",
+        "netem.fidelity",
         "netem.segments",
         "netem.tcp_scoreboard",
         "netem.tcp",
@@ -48,13 +58,32 @@ LAYERS = {
         "traces",
         "metrics",
         "summary",
+        "distribution",
         "foresight",
         "seam",
-        "timeline",
-        "slowness",
-        "export",
-        "svg",
-        "contrast",
+        "report.attempts",
+        "report.timeline",
+        "report.stretches",
+        "report.reasons",
+        "dashboard.facts",
+        "dashboard.parts",
+        "dashboard.state",
+        "report.slowness",
+        "report.suffering",
+        "expression",
+        "grammar",
+        "inspection.moment",
+        "inspection.crossing",
+        "inspection.hindsight",
+        "inspection.counterfactual",
+        "inspection.rebuild",
+        "report.export",
+        "report.svg",
+        "comparing.axes",
+        "comparing.intervals",
+        "comparing.pairing",
+        "comparing.contrast",
+        "comparing.assertions",
         "trials",
         "plugins",
         "invariants",
@@ -67,41 +96,58 @@ LAYERS = {
     "machines": ["engine", "netem"],
     "roles": ["roles"],
     "compose": [
+        "netem.proxy_file",
         "handoffs",
+        "links",
         "scenario",
         "pipelines",
         "run",
         "hosting",
-        "compare",
+        "comparing.grid",
+        "comparing.columns",
+        "comparing.repeats",
+        "sweeping.table",
+        "sweeping.worker",
+        "sweeping.cells",
+        "sweeping.crew",
         "verify",
         "calibrate",
         "bench",
         "deployment",
         "injector",
         "drift",
+        "stalls",
         "recording",
+        "inspection.regret",
+        "inspection.recorded",
+        "index",
+        "records",
+        "reference",
         "cluster",
     ],
     "surface": [
         "cli",
         "show",
         "live",
-        "compare_show",
-        "bench_cli",
-        "netem_cli",
-        "postmortem",
-        "dashboard",
-        "report",
-        "report_cli",
-        "report_facts",
-        "markup",
-        "figures",
-        "gantt",
+        "api",
+        "results",
         "serve",
+        "dashboard",
+        "sweeping",
+        "comparing",
+        "inspection",
+        "report",
+        "commands",
     ],
 }
 RANK = {name: rank for rank, names in enumerate(LAYERS.values()) for name in names}
 SURFACE = len(LAYERS) - 1
+
+NETS = {
+    f"netem.{name}"
+    for name in ("tcpnet", "proxy", "relay", "wire", "throughput", "measure", "kernel")
+}
+"""Who touches sockets."""
 
 ONLY_IN = {
     ("torch", "transformers", "accelerate"): {
@@ -112,7 +158,7 @@ ONLY_IN = {
     },
     ("tokenizers",): {"engine.models", "engine.outline"},
     ("rich", "typer"): set(LAYERS["surface"]),
-    ("socket", "socketserver", "ssl"): {"netem.tcpnet", "netem.proxy"},
+    ("socket", "socketserver", "ssl"): NETS,
 }
 """Libraries, and the modules (with all below them) that may import them, anywhere in their text."""
 
@@ -269,7 +315,7 @@ def test_only_the_nets_open_connections() -> None:
         [
             f"{name}:{line} uses {used}"
             for name in tree()
-            if within(name, {"netem.tcpnet", "netem.proxy", "simloop", *LAYERS["surface"]}) is None
+            if within(name, {*NETS, "simloop", *LAYERS["surface"]}) is None
             for used, line in uses(name)
             if used.split(".")[-1] in openers
         ]

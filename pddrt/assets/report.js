@@ -9,24 +9,24 @@
   const data = JSON.parse(source.textContent);
   const at = Object.fromEntries(data.fields.map((name, i) => [name, i]));
   const rows = data.rows, field = (row, name) => row[at[name]];
-  const KIND = {
-    queue: ["Q", "queue", "--queue"], prefill: ["P", "prefill", "--prefill"],
-    wait: ["T", "waits for its KV and decoder", "--transfer"],
-    kv_relay: ["r", "KV to RLD", "--kvr"], kv_main: ["m", "KV to MD", "--kvm"],
-    relay: ["R", "relay decode", "--relay"], handoff: ["H", "handoff gap", "--handoff"],
-    main: ["M", "main decode", "--main"], on_p: ["P", "decode on P", "--prefill"],
+  const VARS = {
+    gateway: "--gateway", lost: "--lost", prefill_queue: "--queue", prefill: "--prefill", decoder_queue: "--dqueue",
+    transfer: "--transfer", delivery: "--deliver", relay_decode: "--relay", handoff_gap: "--handoff", main_decode: "--main",
+    prefill_decode: "--prefill", outage: "--outage", ending: "--ending", no_token: "--bad", kv_relay: "--kvr", kv_main: "--kvm",
   };
-  const troubled = [];  // when at least one fault was in effect
-  for (const [start, end] of data.faults.filter((f) => f[1] !== null).sort((a, b) => a[0] - b[0])) {
-    const last = troubled[troubled.length - 1];
-    if (last && start <= last[1]) last[1] = Math.max(last[1], end); else troubled.push([start, end]);
+  const KIND = Object.fromEntries(data.kinds.map(([kind, letter, title]) => [kind, [letter, title, VARS[kind]]]));
+  const lanes = [];  // faults that do not overlap, a lane above the rows each; what is too much goes into the last
+  for (const fault of data.faults) {
+    const start = fault[0], end = fault[1] ?? fault[0];
+    let lane = lanes.findIndex((of) => of[of.length - 1][3] < start);
+    if (lane < 0 && lanes.length < 4) { lanes.push([]); lane = lanes.length - 1; }
+    lanes[lane < 0 ? lanes.length - 1 : lane].push([...fault.slice(0, 3), end]);
   }
-  const ROW = 26, AXIS = 24, NAME = 76;
+  const ROW = 26, LANE = 16, TICKS = 24, AXIS = TICKS + lanes.length * LANE, NAME = 76;
   const view = document.getElementById("view"), canvas = view.querySelector("canvas");
   const spacer = view.querySelector("div"), tip = document.getElementById("tip");
   const detail = document.getElementById("detail"), draw = canvas.getContext("2d");
   const control = (id) => document.getElementById(id);
-  const words = (part) => (part || "").replace(/_/g, " ");
   let shown = [], from = 0, to = 1, picked = null, colours = {}, waiting = false;
 
   const own = () => control("align").value === "own";
@@ -36,8 +36,9 @@
     const abs = Math.abs(us);
     if (abs >= 1e6) return +(us / 1e6).toPrecision(abs >= 1e8 ? 6 : 4) + " s";
     if (abs >= 1e3) return +(us / 1e3).toPrecision(4) + " ms";
-    return +us.toFixed(0) + " us";
+    return +us.toFixed(0) + " \u00b5s";
   }
+  const many = (count, what) => count + " " + what + (count === 1 ? "" : "s");
   function scale() {
     const width = canvas.clientWidth - NAME - 8;
     return { x: (t) => NAME + ((t - from) / (to - from)) * width, t: (x) => from + ((x - NAME) / width) * (to - from) };
@@ -46,20 +47,22 @@
     const wanted = control("find").value.trim().toLowerCase(), sort = control("sort").value;
     const key = {
       sent: (r) => field(r, "sent"), ttft: (r) => -(field(r, "ttft") ?? -1),
-      e2e: (r) => -field(r, "end"), gap: (r) => -length(r, "handoff"),
+      e2e: (r) => -field(r, "end"), gap: (r) => -length(r, "handoff_gap"),
     }[sort];
+    const only = control("only").checked && !own();
+    const inView = (r) => field(r, "sent") <= to && field(r, "sent") + field(r, "end") >= from;
     shown = rows.filter((r) => !wanted || [field(r, "id"), data.pipelines[field(r, "pipeline")],
-      words(field(r, "slow")), ...["prefill", "relay", "main"].map((n) => name(field(r, n)))]
-      .some((text) => text.toLowerCase().includes(wanted)));
+      slowest_leg(r), ...field(r, "attempts").map((a) => a[0])].some((text) => text.toLowerCase().includes(wanted)));
+    if (only) shown = shown.filter(inView);
     shown.sort((a, b) => key(a) - key(b));
     spacer.style.height = Math.max(0, shown.length * ROW + AXIS - view.clientHeight + 40) + "px";
     control("count").textContent = shown.length + " of " + rows.length + " requests";
     later();
   }
-  const name = (i) => (i === null ? "" : data.instances[i][0]);
+  const slowest_leg = (row) => (field(row, "slow") === null ? "" : data.kinds[field(row, "slow")][2]);
   function* segments(row) {
     const flat = field(row, "segments");
-    for (let i = 0; i < flat.length; i += 3) yield [data.kinds[flat[i]], flat[i + 1], flat[i + 2]];
+    for (let i = 0; i < flat.length; i += 4) yield [data.kinds[flat[i]][0], flat[i + 1], flat[i + 2], flat[i + 3]];
   }
   function length(row, kind) {
     for (const [k, a, b] of segments(row)) if (k === kind) return b - a;
@@ -90,6 +93,7 @@
     }
     draw.fillStyle = colours["--bg"]; draw.fillRect(0, 0, width, AXIS - 4);
     axis(x, width);
+    faults(x, width);
   }
   function ticks() {
     const about = Math.max(2, (canvas.clientWidth - NAME) / 110), raw = (to - from) / about;
@@ -102,15 +106,25 @@
   function grid(x, width, height) {
     draw.strokeStyle = colours["--edge"]; draw.lineWidth = 1;
     for (const t of ticks()) line(x(t), AXIS - 4, height);
-    if (own()) return;
-    draw.fillStyle = draw.strokeStyle = colours["--bad"]; draw.globalAlpha = 0.12;
-    for (const [start, end] of troubled) {
-      const left = Math.max(NAME, x(start)), right = Math.min(width, x(end));
-      if (right > left) draw.fillRect(left, AXIS - 4, right - left, height);
-    }
-    draw.globalAlpha = 0.7; draw.setLineDash([3, 4]);
-    for (const [start, end] of data.faults) if (end === null) line(x(start), AXIS - 4, height);
-    draw.globalAlpha = 1; draw.setLineDash([]);
+  }
+  function faults(x, width) {
+    draw.textAlign = "left"; draw.fillStyle = colours["--dim"];
+    if (lanes.length) draw.fillText("faults", 4, TICKS + LANE / 2 - 4);
+    if (own()) { if (lanes.length) draw.fillText("are at times of the run, each at another time of a request", NAME, TICKS + LANE / 2 - 4); return; }
+    lanes.forEach((lane, i) => {
+      const y = TICKS - 4 + i * LANE;
+      lane.forEach(([start, end, what], place) => {
+        let left = x(start), right = end === null ? left + 3 : x(end);
+        if (right < NAME || left > width) return;
+        left = Math.max(NAME, left); right = Math.min(width, Math.max(right, left + 3));
+        draw.fillStyle = colours["--bad"]; draw.globalAlpha = 0.28; draw.fillRect(left, y, right - left, LANE - 3);
+        draw.globalAlpha = 1; draw.fillRect(left, y, 2, LANE - 3);
+        const next = lane[place + 1], room = (next ? Math.min(width, x(next[0])) : width) - left - 8;
+        draw.fillStyle = colours["--fg"]; draw.save(); draw.beginPath(); draw.rect(left, y, Math.max(0, room + 4), LANE); draw.clip();
+        if (room > 24) draw.fillText(what, left + 5, y + LANE / 2 - 1);
+        draw.restore();
+      });
+    });
   }
   function line(x, top, bottom) {
     if (x < NAME) return;
@@ -118,9 +132,9 @@
   }
   function axis(x, width) {
     draw.fillStyle = colours["--dim"]; draw.textAlign = "left";
-    draw.fillText(own() ? "since sent" : "run time", 4, AXIS / 2 - 1);
+    draw.fillText(own() ? "since sent" : "run time", 4, TICKS / 2 - 1);
     draw.textAlign = "center";
-    for (const t of ticks()) if (x(t) > NAME + 10 && x(t) < width - 24) draw.fillText(time(t), x(t), AXIS / 2 - 1);
+    for (const t of ticks()) if (x(t) > NAME + 10 && x(t) < width - 24) draw.fillText(time(t), x(t), TICKS / 2 - 1);
   }
   function paintRow(row, y, x, width) {
     if (row === picked) { draw.fillStyle = colours["--pick"]; draw.fillRect(0, y, width, ROW); }
@@ -136,6 +150,11 @@
         draw.fillStyle = colours["--on"]; draw.textAlign = "center"; draw.font = "bold 11px system-ui, 'DejaVu Sans', sans-serif";
         draw.fillText(letter, (left + right) / 2, top + 7); draw.font = "11px system-ui, 'DejaVu Sans', sans-serif";
       }
+    }
+    const first = x(zero), last = x(zero + field(row, "end"));
+    if (last < NAME || first > width) {  // nothing of it is in the view: an arrow to where it is
+      draw.fillStyle = colours["--dim"]; draw.textAlign = last < NAME ? "left" : "right";
+      draw.fillText(last < NAME ? "\u25c2 " + time(zero) : time(zero) + " \u25b8", last < NAME ? NAME + 4 : width - 4, y + 9);
     }
     draw.fillStyle = colours["--fg"];
     for (const [t] of field(row, "rounds")) {
@@ -155,17 +174,17 @@
   function hover(event) {
     const { px, row, inRow } = under(event);
     const when = scale().t(px), near_by = (3 * (to - from)) / canvas.clientWidth;
-    const wrong = own() ? [] : data.faults.filter(([a, b]) => a - near_by <= when && when <= (b === null ? a : b) + near_by);
+    const wrong = own() || row ? [] : data.faults.filter(([a, b]) => a - near_by <= when && when <= (b === null ? a : b) + near_by);
     if (!row && !wrong.length) { tip.style.display = "none"; return; }
-    if (!row) return say(event, wrong.map((f) => "fault: " + f[2]));
+    if (!row) return say(event, wrong.map((f) => "fault: " + f[2] + ", at " + time(f[0]) + (f[1] === null ? "" : " for " + time(f[1] - f[0]))));
     const t = scale().t(px) - (origin(row) ? 0 : field(row, "sent"));
     const near = (2 * (to - from)) / canvas.clientWidth, wires = inRow > 15;
     const hit = [...segments(row)].filter(([kind, a, b]) => kind.startsWith("kv_") === wires && a - near <= t && t <= b + near);
     const lines = [field(row, "id") + "  " + data.pipelines[field(row, "pipeline")]];
     for (const [kind, a, b] of hit) lines.push(KIND[kind][0] + "  " + KIND[kind][1] + ": " + time(b - a) + ", from " + time(a) + " after it was sent");
     for (const [when, ids, last] of field(row, "rounds")) if (Math.abs(when - t) < 2 * near) lines.push(ids + " ids handed over" + (last ? ", the last" : ""));
-    lines.push("TTFT " + (field(row, "ttft") === null ? "-" : time(field(row, "ttft")) + ", the largest leg is " + words(field(row, "slow"))));
-    say(event, [...lines, ...wrong.map((f) => "fault: " + f[2])]);
+    lines.push("TTFT " + (field(row, "ttft") === null ? "-" : time(field(row, "ttft")) + ", the largest leg is " + slowest_leg(row)));
+    say(event, lines);
   }
   function say(event, lines) {
     tip.textContent = lines.join("\n"); tip.style.display = "block";
@@ -182,20 +201,30 @@
   function pick(row) {
     picked = row; detail.textContent = "";
     if (!row) return later();
-    const [p, r, m] = field(row, "sources"), hits = field(row, "cached");
+    const [p, r, m] = field(row, "sources"), attempts = field(row, "attempts");
     add(detail, "h3", field(row, "id") + "  " + data.pipelines[field(row, "pipeline")]);
-    const path = ["prefill", "relay", "main"].map((n) => name(field(row, n))).filter(Boolean).join(" > ");
-    add(detail, "p", (path || "not routed") + ". Prompt " + field(row, "prompt_tokens") + " tokens (" + hits[0] + " cached on P, " + hits[1] +
-      " on MD), answer " + field(row, "answer_tokens") + " (P " + p + ", R " + r + ", M " + m + "). Ended: " + field(row, "finish") + ".");
-    if (field(row, "ttft") !== null) add(detail, "p", "TTFT " + time(field(row, "ttft")) + ", the largest leg is " + words(field(row, "slow")) + ". In all " + time(field(row, "end")) + ".");
+    add(detail, "p", "Prompt " + field(row, "prompt_tokens") + " tokens, answer " + field(row, "answer_tokens") + " (P " + p + ", R " + r +
+      ", M " + m + "). Ended: " + field(row, "finish") + ".");
+    if (field(row, "ttft") !== null) add(detail, "p", "TTFT " + time(field(row, "ttft")) + ", the largest leg is " + slowest_leg(row) + ". In all " + time(field(row, "end")) + ".");
+    if (field(row, "story")) { const said = add(detail, "p"); add(said, "b", "What went wrong: "); said.append(field(row, "story") + "."); }
     const table = add(add(detail, "div", undefined, "scroll"), "table"), head = add(table, "tr");
     for (const text of ["", "what", "from", "to", "lasted"]) add(head, "th", text, text === "what" || !text ? "l" : "");
-    for (const [kind, a, b] of [...segments(row)].sort((u, v) => u[1] - v[1])) {
-      if (b <= a) continue;
-      const line = add(table, "tr");
-      add(line, "td", KIND[kind][0], "l"); add(line, "td", KIND[kind][1], "l");
-      for (const t of [a, b, b - a]) add(line, "td", time(t));
-    }
+    const parts = [...segments(row)].filter(([, a, b]) => b > a).sort((u, v) => u[3] - v[3] || u[1] - v[1]);
+    (attempts.length ? attempts : [null]).forEach((attempt, number) => {
+      if (attempt) {
+        const [way, began, hitP, hitM, start, end] = attempt, line = add(add(table, "tr"), "td", undefined, "wrap");
+        line.colSpan = 5;
+        add(line, "b", (attempts.length > 1 ? "attempt " + (number + 1) + ", " : "") + (way || "not routed"));
+        line.append(" from " + time(began) + ": of the prompt " + many(hitP, "token") + " cached on P" + (hitM === null ? "" : ", " + hitM + " on MD") +
+          (start === undefined ? "" : "; P computed it from " + time(start) + " to " + time(end)));
+      }
+      for (const [kind, a, b, of] of parts) {
+        if (of !== number) continue;
+        const line = add(table, "tr");
+        add(add(line, "td", undefined, "l"), "span", KIND[kind][0], "k c-" + kind); add(line, "td", KIND[kind][1], "l");
+        for (const t of [a, b, b - a]) add(line, "td", time(t));
+      }
+    });
     const rounds = field(row, "rounds");
     if (rounds.length) add(detail, "p", "Handed over: " + rounds.map(([t, ids, last]) => ids + " ids at " + time(t) + (last ? " (the last)" : "")).join(", ") + ".");
     if (field(row, "prompt")) add(detail, "p", "Prompt: " + field(row, "prompt"), "text dim");
@@ -207,18 +236,22 @@
     const share = (middle - from) / (to - from);
     from = middle - share * width; to = from + width; clamp();
   }
+  let settling = 0;
   function clamp() {
+    if (control("only").checked) { clearTimeout(settling); settling = setTimeout(arrange, 250); }
     const width = to - from, high = span() * 1.05;
     if (from < 0) { from = 0; to = width; }
     if (to > high) { to = high; from = Math.max(0, high - width); }
     later();
   }
-  function everything() { from = 0; to = span() * 1.02; later(); }
+  function everything() { from = 0; to = span() * 1.02; if (control("only").checked) arrange(); later(); }
   function show(row) {
-    const index = shown.indexOf(row);
-    if (index < 0) return;
     const start = own() ? 0 : field(row, "sent"), width = Math.max(50, field(row, "end"));
+    const before = [from, to];
     from = Math.max(0, start - width * 0.25); to = start + width * 1.25;
+    if (control("only").checked) arrange();
+    const index = shown.indexOf(row);
+    if (index < 0) { [from, to] = before; return; }
     view.scrollTop = Math.max(0, index * ROW - view.clientHeight / 2 + ROW);
     pick(row);
   }
@@ -259,7 +292,7 @@
   }
   const clicks = { in: () => zoom(0.6), out: () => zoom(1.6), all: everything, slow: () => { control("find").value = ""; arrange(); show(slowest("ttft")); } };
   for (const [id, act] of Object.entries(clicks)) control("g-" + id).addEventListener("click", act);
-  for (const id of ["find", "sort"]) control(id).addEventListener("input", arrange);
+  for (const id of ["find", "sort", "only"]) control(id).addEventListener("input", arrange);
   control("align").addEventListener("input", () => { picked ? show(picked) : everything(); arrange(); });
   document.addEventListener("click", (e) => {
     const link = e.target.closest("a[data-request]");
@@ -268,6 +301,8 @@
     if (row) { control("find").value = ""; arrange(); show(row); }
   });
   new ResizeObserver(() => { arrange(); }).observe(view);
+  const words = document.getElementById("words");
+  addEventListener("hashchange", () => { if (words && location.hash === "#words") words.open = true; });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { recolour(); later(); });
   recolour(); arrange(); everything();
   if (rows.length > 60) show(slowest("ttft")); else if (rows.length) pick(slowest("ttft"));

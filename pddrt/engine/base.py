@@ -4,6 +4,9 @@ An engine owns a pool of `num_slots` token slots and nothing else: which slot be
 instance's page accounting (`pddrt.kv`). An engine runs one step at a time; the caller never starts
 a second one before the first has returned.
 
+Memory that runs out, in a step or while KV is read, written or converted, is EngineFailed: whoever
+asked for it fails the requests that it was for, and the instance goes on.
+
 `torch.TorchEngine` computes with a real model; `model.ModelEngine` charges time and keeps tags in
 place of tensors.
 """

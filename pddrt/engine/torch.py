@@ -16,8 +16,9 @@ model is not owned: it holds no state of a step, and engines may share it
 - `read_kv` and `write_kv` run in the caller's thread while a step may be running: the caller keeps
   the slots apart.
 
-Memory that runs out, and a device that is not there, are `CannotRun`; senseless spans are
-assertions.
+A device that is not there, or that has no room for the pool, is `CannotRun`. Memory that runs out
+later, in a step or in moving KV, is `EngineFailed`: it concerns what was in that step, and the next
+one may fit. Senseless spans are assertions.
 
 Measured: SmolLM2-135M in bfloat16, one core of an EPYC 9005, torch 2.13, contexts near 1,000,
 medians; beside it transformers' own step over a DynamicCache with its sdpa attention, and the
@@ -41,9 +42,10 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -52,7 +54,7 @@ from pddrt.engine.attention import ATTENTION, Kind, StepContext
 from pddrt.engine.base import StepCost
 from pddrt.engine.sampling import draw, log_probabilities
 from pddrt.env import Env
-from pddrt.errors import CannotRun
+from pddrt.errors import CannotRun, EngineFailed
 from pddrt.types import DTYPE_BYTES, EIGHT_BIT, SCALE_BYTES, Drawn, KVLayout, Run, Sampling, Span
 
 
@@ -89,10 +91,41 @@ def _device(name: str) -> torch.device:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Torch has a class for this on CUDA only; its CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    """Torch has a class for its CUDA allocator only; its CPU allocator, and the libraries that take
+    memory by themselves, raise a plain RuntimeError.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in SAID)
+
+
+SAID = ("can't allocate memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+"""What plain errors say: torch on the CPU, the driver, cuBLAS and cuDNN."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate["TorchEngine", P], T]
+
+
+def _within_memory(method: Method[P, T]) -> Method[P, T]:
+    """`method`, where memory that runs out is EngineFailed, with what the device says of it.
+
+    It is raised outside of the handler: a torch error that hung on to it would keep the frames of
+    the failed step alive, and with them the memory that the next step needs.
+    """
+
+    @wraps(method)
+    def guarded(engine: TorchEngine, /, *args: P.args, **more: P.kwargs) -> T:
+        try:
+            return method(engine, *args, **more)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            told = str(error).partition("\n")[0] or "no more is to be had"
+        raise EngineFailed(f"out of memory on {engine._device} ({told})")
+
+    return guarded
 
 
 def _step_aside() -> None:
@@ -190,15 +223,20 @@ class TorchEngine:
     async def start(self) -> None:
         """See `Engine.start`. A thread's first pass loads what torch loads late, some 0.2 s with
         the interpreter locked; they belong to no request. Nothing of it stays in the pool.
+        Raises CannotRun where not even that fits into memory.
         """
         if self._worker is not None:
             slot = Run(0, 1)
             spans = [Span("warm-up", (0,), 0, (slot,), Sampling())]
-            await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, spans)
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(self._worker, self._compute, spans)
+            except EngineFailed as error:
+                raise CannotRun(f"not even one token can be computed: {error}") from None
             self.write_kv([slot], bytes(self.layout.bytes_per_token))
 
     async def step(self, spans: Sequence[Span]) -> list[Drawn | None]:
-        """See `Engine.step`. Raises CannotRun where the step does not fit into memory."""
+        """See `Engine.step`. Raises EngineFailed where the step does not fit into memory."""
         assert not self._stepping, "an engine runs one step at a time"
         assert not self._closed, "the engine is closed"
         self._check(spans)
@@ -244,23 +282,18 @@ class TorchEngine:
             assert run.slot >= 0, f"{run} is out of range"
             assert 0 < run.length <= self.num_slots - run.slot, f"{run} is out of range"
 
+    @_within_memory
     def _compute(self, spans: Sequence[Span]) -> list[Drawn | None]:
         """The step itself, in whichever thread; KV is complete when it returns."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        try:
-            with torch.inference_mode():
-                if self._stream is None:
-                    return self._forward(spans)
-                with torch.cuda.stream(self._stream):
-                    drawn = self._forward(spans)
-                self._stream.synchronize()
-                return drawn
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            tokens = sum(len(span.tokens) for span in spans)
-            raise CannotRun(f"a step of {tokens} tokens does not fit into memory") from error
+        with torch.inference_mode():
+            if self._stream is None:
+                return self._forward(spans)
+            with torch.cuda.stream(self._stream):
+                drawn = self._forward(spans)
+            self._stream.synchronize()
+            return drawn
 
     def _forward(self, spans: Sequence[Span]) -> list[Drawn | None]:
         tokens = [token for span in spans for token in span.tokens]
@@ -309,6 +342,7 @@ class TorchEngine:
 
     # -- KV ----------------------------------------------------------------------------------------
 
+    @_within_memory
     def read_kv(self, runs: Sequence[Run]) -> bytes:
         """See `Engine.read_kv`."""
         self._check_runs(runs)
@@ -326,6 +360,7 @@ class TorchEngine:
         ]
         return b"".join(segments)
 
+    @_within_memory
     def write_kv(self, runs: Sequence[Run], payload: bytes | memoryview) -> None:
         """See `Engine.write_kv`. `payload` may be read-only and unaligned; it is not kept."""
         self._check_runs(runs)
@@ -353,6 +388,7 @@ class TorchEngine:
             self._bytes[:, :, run.slot : run.slot + run.length] = source[:, :, at : at + run.length]
             at += run.length
 
+    @_within_memory
     def convert_kv(self, payload: bytes | memoryview, dtype: str) -> bytes:
         """See `Engine.convert_kv`. On the CPU, wherever the pool is."""
         if dtype == EIGHT_BIT:
@@ -360,6 +396,7 @@ class TorchEngine:
         numbers = torch.frombuffer(bytearray(payload), dtype=getattr(torch, dtype))
         return numbers.to(self._pool.dtype).view(torch.uint8).numpy().tobytes()
 
+    @_within_memory
     def pack_kv(self, payload: bytes) -> bytes:
         """See `Engine.pack_kv`. On the CPU, in float32."""
         if not payload:

@@ -17,7 +17,7 @@ lock. With `caching` off nothing matches and nothing is kept: the same code, eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pddrt.kv.pages import Journal, PagePool, PoolCorrupt, runs_of
@@ -49,12 +49,17 @@ class KVMemory:
         *,
         caching: bool = True,
         journal: Journal | None = None,
+        roomier: Callable[[], None] | None = None,
     ) -> None:
-        """`journal` is told where every page goes; see there."""
+        """`journal` is told where every page goes; see there. `roomier` is called whenever `used`
+        has become less, when that is done: by whatever call, so that no caller has to know what may
+        be had again. It must not use the memory at once: its caller has not gone on yet.
+        """
         self.pool = PagePool(num_pages, page_tokens, journal)
         self._journal = journal
         self.cache = RadixCache(self.pool, fingerprint)
         self.caching = caching
+        self._roomier = roomier
         self._holdings: dict[str, Holding] = {}
 
     # -- what there is -----------------------------------------------------------------------------
@@ -131,9 +136,10 @@ class KVMemory:
 
     def copied(self, request: str) -> None:
         """The tail has been copied; its page may be evicted."""
-        holding = self._holdings[request]
+        holding, used = self._holdings[request], self.used
         self.cache.unlock_tail(holding.lock)
         holding.tail = None
+        self._tell_roomier(used)
 
     def grow(self, request: str, tokens: int) -> bool:
         """Makes room for `tokens` positions of a request that has begun; False where there is none.
@@ -161,12 +167,14 @@ class KVMemory:
         holding = self._holdings[request]
         if not self.caching or not ids or self.pool.pinned(request):
             return 0
+        used = self.used
         inserted = self.cache.insert(ids, holding.table, request, holding.lock)
         assert inserted.lock is not None
         holding.lock = inserted.lock
         holding.own -= len(inserted.taken)
         if inserted.duplicates:
             self._share(request, holding, ids)
+        self._tell_roomier(used)
         return len(inserted.taken)
 
     def _share(self, request: str, holding: Holding, ids: Sequence[int]) -> None:
@@ -190,18 +198,26 @@ class KVMemory:
 
     def unpin(self, request: str) -> int | None:
         """One writer is done. Pages given back if `request` ended with that, else None."""
+        used = self.used
         self.pool.unpin(request)
-        return None if self.pool.owns(request) else self._forget(request)
+        return None if self.pool.owns(request) else self._forget(request, used)
 
     def release(self, request: str) -> int | None:
         """The request is over. Pages given back now, or None if a writer still holds them."""
+        used = self.used
         self.pool.release(request)
-        return None if self.pool.owns(request) else self._forget(request)
+        return None if self.pool.owns(request) else self._forget(request, used)
 
-    def _forget(self, request: str) -> int:
+    def _forget(self, request: str, used: int) -> int:
         holding = self._holdings.pop(request)
         self.cache.unlock(holding.lock)
+        self._tell_roomier(used)
         return holding.own
+
+    def _tell_roomier(self, used: int) -> None:
+        """`used`: as many as there were before."""
+        if self.used < used and self._roomier is not None:
+            self._roomier()
 
     # -- integrity ---------------------------------------------------------------------------------
 

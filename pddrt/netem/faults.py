@@ -108,9 +108,12 @@ class NetFaults:
         return found[0]
 
     def _apply(self, spec: LinkSpec) -> None:
-        plain = (spec.rate, spec.delay, spec.jitter)
         ways = list(dict.fromkeys((spec.between, spec.between[::-1])))
-        before = [self._state.get((spec.name, way), plain) for way in ways]
+        plain = [spec.toward(*way) for way in ways]
+        before = [
+            self._state.get((spec.name, way), (one.rate, one.delay, one.jitter))
+            for way, one in zip(ways, plain, strict=True)
+        ]
         after = [self._effective(spec, way) for way in ways]
         changed = [way for way, old, new in zip(ways, before, after, strict=True) if old != new]
         alike = len(changed) == len(ways) and len(set(after)) == len(set(before)) == 1
@@ -126,6 +129,7 @@ class NetFaults:
 
     def _effective(self, spec: LinkSpec, way: Way) -> tuple[int | None, Ns, Ns]:
         here = [i for i in self._impairments if i.link == spec.name and i.way in (None, way)]
+        spec = spec.toward(*way)
         rates = [rate for rate in (spec.rate, *(i.rate for i in here)) if rate is not None]
         delay = max(spec.delay, *(i.delay for i in here), 0)
         jitter = max(spec.jitter, *(i.jitter for i in here), 0)

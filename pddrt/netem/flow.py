@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from pddrt.env import Env, Timer
-from pddrt.netem.link import Flow, Link
-from pddrt.netem.net import LinkStats
-from pddrt.types import MS, SECOND, US, Ns
+from pddrt.netem.fidelity import Ledger
+from pddrt.netem.jitter import LOG_NORMAL
+from pddrt.netem.link import Flow, Link, Qdisc
+from pddrt.netem.losses import losses_of
+from pddrt.netem.net import LinkSpec, LinkStats
+from pddrt.netem.segments import MSS
+from pddrt.netem.tcp_link import TcpLink
+from pddrt.types import MS, SECOND, Ns
 
 SEND_BUFFER = 1 << 20
 SEND_BUFFER_MAX = 16 << 20
@@ -27,7 +32,9 @@ SEND_BUFFER_TIME: Ns = 4 * MS
 """Send buffer of a flow: SEND_BUFFER_TIME of the whole link, so that it never runs dry between two
 turns of a wall-clock loop, but no less than SEND_BUFFER and no more than SEND_BUFFER_MAX. It bounds
 what a cancel drops, and what a control frame on the same stream waits behind."""
-_LATE_STEP = 10 * US
+TCP_LOAD = 64 * MSS
+"""A load under TCP: whole segments, so that no packet of a long stream is short, and so few that
+the first bytes do not wait for many others."""
 
 
 class Load(NamedTuple):
@@ -41,6 +48,39 @@ class Load(NamedTuple):
     deliver: Callable[[], None]
 
 
+Law = Link | TcpLink
+
+
+def law_of(spec: LinkSpec, seed: str) -> Law:
+    """The law of one direction as its spec has it."""
+    qdisc: Qdisc = spec.qdisc or ("fair" if spec.tcp is None else "fifo")
+    link = Link(
+        spec.rate,
+        spec.delay,
+        spec.jitter,
+        seed,
+        shape=spec.shape,
+        correlation=spec.correlation,
+        qdisc=qdisc,
+        overhead=0 if spec.tcp else spec.overhead,
+        ranks=spec.ranks,
+        weights=spec.weights,
+        trace=spec.trace,
+    )
+    if spec.tcp is None:
+        return link
+    losses = losses_of(spec.loss, spec.burst, f"{seed}/loss")
+    return TcpLink(link, replace(spec.tcp, overhead=spec.overhead), seed, losses)
+
+
+def join(there: Direction, back: Direction) -> None:
+    """Two directions of one link: TCP's answers take the other one."""
+    for one, other in ((there, back), (back, there)):
+        if isinstance(one.link, TcpLink):
+            one.link.back = other.link.link if isinstance(other.link, TcpLink) else other.link
+            other.back = one
+
+
 class Direction:
     """One direction of a link at work: its law, the loads in propagation, the one timer that drives
     both.
@@ -51,11 +91,13 @@ class Direction:
     """
 
     def __init__(
-        self, env: Env, link: Link, total: LinkStats, look_ahead: Ns, quantum: Ns | None
+        self, env: Env, link: Law, total: LinkStats, look_ahead: Ns, quantum: Ns | None
     ) -> None:
         """`quantum`: a load's length in time at the full rate; None: a whole send buffer at
         once."""
         self.link = link
+        self.back: Direction | None = None
+        """The other direction, if something of this one waits for it."""
         self.waiting = 0
         """Bytes handed over that wait for room in their stream's send buffer."""
         self._env = env
@@ -67,12 +109,23 @@ class Direction:
         self._timer: Timer | None = None
         self._timer_at: Ns = 0
         self._running = False
-        self._late: Counter[int] = Counter()
-        self._late_max: Ns = 0
+        self.ledger = Ledger()
+
+    @property
+    def peak_rate(self) -> int | None:
+        """The highest rate that it can have, as things stand."""
+        return self.link.peak_rate
+
+    @property
+    def delay_mean(self) -> Ns:
+        """Of the delay, one way, as it is now set."""
+        return self.link.delay.mean
 
     @property
     def send_buffer(self) -> int:
         """Bytes a stream may have in the link's queue."""
+        if isinstance(self.link, TcpLink):
+            return self.link.send_ahead
         if self.link.rate is None:
             return SEND_BUFFER
         wanted = self.link.rate * SEND_BUFFER_TIME // SECOND
@@ -81,6 +134,8 @@ class Direction:
     @property
     def load_bytes(self) -> int:
         """Most bytes of one load: short enough in time to share the link smoothly, 4-256 KiB."""
+        if isinstance(self.link, TcpLink):
+            return TCP_LOAD
         if self._quantum is None or self.link.rate is None:
             return self.send_buffer
         return min(max(self.link.rate * self._quantum // SECOND, 4 << 10), 256 << 10)
@@ -101,6 +156,14 @@ class Direction:
     def set_rate(self, rate: int | None) -> None:
         self.link.set_rate(self._env.now(), rate)
         self.run()
+        if self.back is not None:
+            self.back.way_back_opens()
+
+    def way_back_opens(self) -> None:
+        """The other direction has another rate: what waits for it may come."""
+        if isinstance(self.link, TcpLink):
+            self.link.way_back_opens(self._env.now())
+            self.run()
 
     def set_delay(self, delay: Ns, jitter: Ns) -> None:
         self.link.set_delay(self._env.now(), delay, jitter)
@@ -119,9 +182,10 @@ class Direction:
                 for load, _, _, due in through:
                     heapq.heappush(self._in_flight, (due, next(self._numbers), load.deliver))
                 delivered = self._deliver(limit)
-                for load, _, _, _ in through:
+                left = self.link.left()
+                for load in left:
                     load.left(load)
-                if not through and not delivered:
+                if not through and not delivered and not left:
                     break
         finally:
             self._running = False
@@ -133,9 +197,7 @@ class Direction:
         while flight and flight[0][0] <= limit:
             due, _, deliver = heapq.heappop(flight)
             deliver()
-            late = max(0, self._env.now() - due)
-            self._late[-(-late // _LATE_STEP)] += 1
-            self._late_max = max(self._late_max, late)
+            self.ledger.sent(due, self._env.now())
         return delivered
 
     def _arm(self) -> None:
@@ -144,7 +206,7 @@ class Direction:
         if self._in_flight and (nearest is None or self._in_flight[0][0] < nearest):
             nearest = self._in_flight[0][0]
         if nearest is not None:
-            nearest -= self._look_ahead
+            nearest -= self._look_ahead // 2  # waking up takes about as long
         if self._timer is not None:
             if nearest == self._timer_at:
                 return
@@ -165,18 +227,16 @@ class Direction:
         total.bytes = sum(link.carried.values())
         total.busy = link.busy(self._env.now())
         total.peak_flows = link.peak_flows
-        total.late_max = self._late_max
-        total.late_p99 = self._late_quantile(0.99)
+        wire = link.link if isinstance(link, TcpLink) else link
+        plain = wire.delay.shape == LOG_NORMAL and wire.delay.correlation is None
+        total.told = wire is not link or wire.trace is not None or not plain
+        total.delay_mean, total.delay_deviation = wire.measured_delay()
+        if isinstance(link, TcpLink):
+            total.resent, total.lost = link.resent, link.lost
+            total.dropped = link.overflowed + link.delayed_drops
+        total.late_max = self.ledger.late_max
+        total.late_p99 = self.ledger.late_quantile(0.99)
         return total
-
-    def _late_quantile(self, q: float) -> Ns:
-        """Upper edge of the 10 us step that holds the quantile, or the maximum if that is less."""
-        rank = q * self._late.total()
-        for step in sorted(self._late):
-            rank -= self._late[step]
-            if rank <= 0:
-                return min(step * _LATE_STEP, self._late_max)
-        return 0
 
     def close(self) -> None:
         """Drops what is in propagation; the timer is gone."""

@@ -13,6 +13,11 @@ cost nothing. What a figure means is what the kernel's measured runs mean by it:
 
 With `tcp` "none" there are no packets: the flows share the rate by the law of the live link (see
 `link`), nothing is lost, no queue is full, and there is no handshake.
+
+A constant link with a first-in-first-out queue is a loop of its own here, in which a packet's fate
+is known as it is sent: one step a packet. Anything else - jitter, a trace, fair queueing, CoDel -
+is played on the live link itself (`tcp_link`), at some three times the price. Both say the same of
+what both can do, which a test holds them to.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pddrt.netem.bottleneck import Bottleneck, BurstLoss, IndependentLoss, Loss, default_queue
-from pddrt.netem.link import Flow, Link
+from pddrt.netem.bottleneck import Bottleneck
+from pddrt.netem.jitter import LOG_NORMAL, Shape
+from pddrt.netem.link import Flow, Link, Qdisc
+from pddrt.netem.losses import Loss, losses_of
 from pddrt.netem.segments import (
     DELAYED_ACK,
     HEADER,
@@ -39,7 +46,10 @@ from pddrt.netem.segments import (
 from pddrt.netem.tcp import SEND_BUFFER, Sender, send_limit
 from pddrt.netem.tcp_bbr import Bbr
 from pddrt.netem.tcp_control import Cubic, Reno
-from pddrt.types import MS, SECOND, US, Ns
+from pddrt.netem.tcp_link import PACKET, TcpLink, default_queue
+from pddrt.netem.tcp_link import Tcp as Live
+from pddrt.netem.traces import Trace
+from pddrt.types import MS, SECOND, Ns
 
 Tcp = Literal["none", "reno", "cubic", "bbr"]
 
@@ -49,13 +59,12 @@ LONGEST: Ns = 3600 * SECOND
 """No prediction goes further than this in link time, nor takes more than so many steps: a few
 minutes of work."""
 _MOST_STEPS = 50_000_000
-_PACKET: Ns = 64 * US
-"""A super-segment's length in time on the link: short against any round trip that a WAN has."""
 _PACKETS = 400_000
 """A longer transfer gets larger super-segments, for speed."""
 _ITEMS = 50_000
 """So does what the link's own law moves; its curve is then rougher than STEP."""
 _NEVER: Ns = 1 << 62
+_CLOSED = "the link stays closed, and not all has arrived"
 _TOO_LONG = f"not done after {LONGEST // SECOND:,} s on the link, where a prediction ends"
 
 
@@ -65,24 +74,52 @@ class TooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One direction of a link. `queue` None is one bandwidth-delay product, 64 KiB at least;
-    `loss` a share of segments, `burst` the mean length of a row of lost ones (None: each by
-    itself)."""
+    """One direction of a link. `rate` may be None with a `trace` that gives one throughout. `queue`
+    None is one bandwidth-delay product, 64 KiB at least; `loss` a share of segments, `burst` the
+    mean length of a row of lost ones (None: each by itself). `qdisc` None: fair without TCP, fifo
+    with it."""
 
-    rate: int
+    rate: int | None
     delay: Ns
     queue: int | None = None
     loss: float = 0.0
     burst: float | None = None
     overhead: int = HEADER
+    jitter: Ns = 0
+    shape: Shape = LOG_NORMAL
+    correlation: Ns | None = None
+    qdisc: Qdisc | None = None
+    codel: bool = False
+    trace: Trace | None = None
 
     def losses(self, seed: int) -> Loss | None:
-        if not self.loss:
-            return None
-        name = f"{seed}/netem/predict/loss"
-        if self.burst is None:
-            return IndependentLoss(self.loss, name)
-        return BurstLoss(self.loss, self.burst, name)
+        return losses_of(self.loss, self.burst, f"{seed}/netem/predict/loss")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it never changes and keeps one queue, in which nothing is dropped but at its
+        end."""
+        return not (self.jitter or self.trace or self.codel or self.qdisc == "fair")
+
+    @property
+    def peak(self) -> int:
+        """The highest rate."""
+        peak = self.trace.peak if self.trace is not None else None
+        rates = [rate for rate in (self.rate, peak) if rate is not None]
+        assert rates, "no rate is known"
+        return min(rates)
+
+    def link(self, seed: int, tcp: Tcp) -> Link:
+        return Link(
+            self.rate,
+            self.delay,
+            self.jitter,
+            f"{seed}/netem/predict",
+            shape=self.shape,
+            correlation=self.correlation,
+            qdisc=self.qdisc or ("fair" if tcp == "none" else "fifo"),
+            trace=self.trace,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +151,8 @@ class Predicted:
     dropped: int = 0
     lost: int = 0
     packets: int = 0
+    delay: tuple[Ns, Ns] | None = None
+    """Where the delay varies: mean and standard deviation of what was carried, order kept."""
 
 
 def jain(values: Sequence[float]) -> float:
@@ -130,12 +169,14 @@ def predict(
     """
     assert transfers
     longest = max(max(t.start for t in transfers), path.delay)
-    if longest > LONGEST or sum(t.nbytes for t in transfers) * SECOND > LONGEST * path.rate:
+    if longest > LONGEST or sum(t.nbytes for t in transfers) * SECOND > LONGEST * path.peak:
         raise TooLong(_TOO_LONG)
     if any(t.tcp == "none" for t in transfers):
         assert all(t.tcp == "none" for t in transfers)
-        return _fluid(path, transfers)
-    return _Run(path, transfers, seed, segments).run()
+        return _fluid(path, transfers, seed)
+    if path.plain:
+        return _Run(path, transfers, seed, segments).run()
+    return _live(path, transfers, seed, segments)
 
 
 class _Curve:
@@ -162,12 +203,12 @@ def _table(curves: Sequence[_Curve]) -> list[list[int]]:
 # -- without TCP -----------------------------------------------------------------------------------
 
 
-def _fluid(path: Path, transfers: Sequence[Transfer]) -> Predicted:
+def _fluid(path: Path, transfers: Sequence[Transfer], seed: int) -> Predicted:
     """The live link's own law. Items end at the curve's points or more often."""
-    link = Link(path.rate, path.delay)
+    link = path.link(seed, "none")
     curves = [_Curve() for _ in transfers]
     ends: list[Ns] = [0] * len(transfers)
-    item = max(1, path.rate * STEP // SECOND // 4, sum(t.nbytes for t in transfers) // _ITEMS)
+    item = max(1, path.peak * STEP // SECOND // 4, sum(t.nbytes for t in transfers) // _ITEMS)
     for i in sorted(range(len(transfers)), key=lambda i: transfers[i].start):
         transfer, flow = transfers[i], Flow()
         start, left = transfer.start, transfer.nbytes
@@ -182,7 +223,74 @@ def _fluid(path: Path, transfers: Sequence[Transfer]) -> Predicted:
         for i, nbytes, _, due in link.advance(at):
             ends[i] = due
             curves[i].add(due, nbytes)
-    return Predicted(ends, _table(curves))
+    if any(c.points[-1] < t.nbytes for c, t in zip(curves, transfers, strict=True)):
+        raise TooLong(_CLOSED)
+    return Predicted(ends, _table(curves), delay=_varying(path, link))
+
+
+def _varying(path: Path, link: Link) -> tuple[Ns, Ns] | None:
+    varies = path.jitter or (path.trace is not None and path.trace.delays)
+    return link.measured_delay() if varies else None
+
+
+# -- on the live link ------------------------------------------------------------------------------
+
+
+def _live(path: Path, transfers: Sequence[Transfer], seed: int, segments: int | None) -> Predicted:
+    """All transfers are alike but for when they start and what they carry."""
+    one = transfers[0]
+    assert one.tcp != "none"
+    tcp = Live(
+        one.tcp,
+        one.streams,
+        one.warm,
+        one.send_buffer,
+        one.receive_buffer,
+        path.queue,
+        path.codel,
+        path.overhead,
+        segments or _segments(path, transfers),
+    )
+    link = path.link(seed, one.tcp)
+    live = TcpLink(link, tcp, f"{seed}/netem/predict", path.losses(seed))
+    curves = [_Curve() for _ in transfers]
+    flows = [Flow() for _ in transfers]
+    numbers = {flow: i for i, flow in enumerate(flows)}
+    ends: list[Ns] = [0] * len(transfers)
+
+    def arrived(flow: Flow, at: Ns, count: int) -> None:
+        i = numbers[flow]
+        nbytes = min(count * MSS, transfers[i].nbytes)
+        curves[i].add(at, nbytes - curves[i].points[-1])
+        ends[i] = at if nbytes == transfers[i].nbytes else 0
+
+    live.arrivals = arrived
+    for i in sorted(range(len(transfers)), key=lambda i: transfers[i].start):
+        live.push(transfers[i].start, flows[i], transfers[i].nbytes)
+    while not all(ends):
+        at = live.next_event()
+        if at is None:
+            raise TooLong(_CLOSED)
+        if at > LONGEST:
+            raise TooLong(_TOO_LONG)
+        if live.packets > _MOST_STEPS:
+            raise TooLong(f"more than {_MOST_STEPS:,} packets; less to send is less")
+        live.advance(at + STEP)
+    return Predicted(
+        ends,
+        _table(curves),
+        live.resent,
+        live.overflowed + live.delayed_drops,
+        live.lost,
+        live.packets,
+        _varying(path, link),
+    )
+
+
+def _segments(path: Path, transfers: Sequence[Transfer]) -> int:
+    """Of a packet: what is quick."""
+    quick = path.peak * PACKET // SECOND // (MSS + path.overhead)
+    return max(1, quick, sum(t.nbytes for t in transfers) // MSS // _PACKETS)
 
 
 # -- with TCP --------------------------------------------------------------------------------------
@@ -219,12 +327,12 @@ class _Run:
     ) -> None:
         self._path = path
         self._round_trip = 2 * path.delay
-        queue = default_queue(path.rate, self._round_trip) if path.queue is None else path.queue
-        self._bottleneck = Bottleneck(path.rate, queue, path.losses(seed))
+        self._rate = path.peak
+        queue = default_queue(self._rate, self._round_trip) if path.queue is None else path.queue
+        self._bottleneck = Bottleneck(self._rate, queue, path.losses(seed))
         self._wire = MSS + path.overhead
         if segments is None:
-            quick = path.rate * _PACKET // SECOND // self._wire
-            segments = max(1, quick, sum(t.nbytes for t in transfers) // MSS // _PACKETS)
+            segments = _segments(path, transfers)
         self._acks: deque[tuple[Ns, _Connection, Answer]] = deque()
         self._timers: list[tuple[Ns, int, _Connection, Held | None]] = []
         self._numbers = 0
@@ -303,7 +411,7 @@ class _Run:
             sender.on_timer(now)
         elif transfer.warm:
             connections = sum(len(supply.connections) for supply in self._supplies)
-            share = self._path.rate / self._wire / connections
+            share = self._rate / self._wire / connections
             sender.warm(now, share, max(2 * self._path.delay, 1))
         else:
             sender.connect(now)

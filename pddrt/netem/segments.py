@@ -89,7 +89,8 @@ class Receiver:
 
     def on_packet(self, now: Ns, packet: Packet, kept: int) -> Answer | Held | None:
         """`kept` of the packet's segments arrive at `now`: the answer, or one that is held. None
-        arrive: no answer, but the receiver will miss them. A SYN counts as one.
+        arrive: no answer, but the receiver will miss them; it may be told of it, or find out by the
+        next that arrives. A SYN counts as one.
 
         A held answer that is still `waiting` at its time is to be sent then.
         """
@@ -97,9 +98,9 @@ class Receiver:
         if not n:
             return Answer(packet, 0) if kept else None
         gap = self._missing > 0
-        if packet.seq == self._high:
-            self._high += n
-            self._missing += n - kept
+        if packet.seq >= self._high:  # beyond, where whole packets before it were lost
+            self._missing += packet.seq - self._high + n - kept
+            self._high = packet.seq + n
         else:
             self._missing = max(0, self._missing - kept)
         if not kept:

@@ -27,15 +27,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from pddrt.env import Env
 from pddrt.errors import ConnectionLost, PeerError
 from pddrt.frames import Frame
-from pddrt.netem.flow import Direction, Load
-from pddrt.netem.link import Flow, Link
-from pddrt.netem.net import Accept, LinkSpec, LinkStats, Topology
+from pddrt.netem.fidelity import Kept
+from pddrt.netem.flow import Direction, Load, join, law_of
+from pddrt.netem.link import Flow
+from pddrt.netem.net import Accept, LinkSpec, LinkStats, Topology, route
+from pddrt.netem.series import Route
 from pddrt.trace import LinkRate
 from pddrt.types import Ns
 
@@ -132,6 +135,24 @@ def _frozen(part: memoryview) -> Buffer:
     return part if isinstance(part.obj, bytes) else bytes(part)
 
 
+@dataclass(slots=True)
+class StreamStats:
+    """What one end of a connection has done so far. Bytes are on the wire, headers and all."""
+
+    opened: Ns
+    sent_frames: int = 0
+    sent_bytes: int = 0
+    """Through the bottleneck: they arrive, unless this side's machine dies."""
+    dropped_bytes: int = 0
+    """Handed over, and lost when the stream ended: at most what was pending or queued."""
+    received_frames: int = 0
+    received_bytes: int = 0
+    waited: Ns = 0
+    """Of `send`s, for room in the send buffer."""
+    blocked: Ns = 0
+    """In which the other side took no more."""
+
+
 class Stream:
     """One end of a connection: `net.Connection`, over a carrier. See the module for its window and
     its ends."""
@@ -142,12 +163,13 @@ class Stream:
         self.peer = peer
         self._net = net
         self._direction = net.direction(name, peer)
+        self.stats = StreamStats(net.env.now())
         self._carrier = carrier
         self._flow = Flow()
         self._pending: deque[Outgoing] = deque()
         self._queued = 0  # bytes in the link's queue
         self._posted = 0  # bytes of posts, pending or queued
-        self._paused = False  # the other side takes no more for now
+        self._paused_since: Ns | None = None  # the other side takes no more for now
         self._closing = False
         self._marked = False
         self._lost: ConnectionLost | None = None  # set once nothing more can be sent
@@ -164,11 +186,17 @@ class Stream:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         out = Outgoing(frame, done)
         self._put(out)
+        if done.done():
+            done.result()
+            return
+        since = self._net.env.now()
         try:
             await done
         except asyncio.CancelledError:
             self._desert(out)
             raise
+        finally:
+            self.stats.waited += self._net.env.now() - since
 
     def post(self, frame: Frame) -> None:
         if self._lost or self._closing:
@@ -245,6 +273,8 @@ class Stream:
             return
         was_full = self._unread > RECV_BUFFER
         self._frames.append((frame, size))
+        self.stats.received_frames += 1
+        self.stats.received_bytes += size
         self._unread += size
         if not was_full and self._unread > RECV_BUFFER:
             self._carrier.pause()
@@ -252,11 +282,20 @@ class Stream:
 
     def pause(self) -> None:
         """The carrier takes no more: nothing new goes on the link until `resume`."""
-        self._paused = True
+        if self._paused_since is None and self._lost is None:
+            self._paused_since = now = self._net.env.now()
+            self._direction.ledger.block(id(self), now)
 
     def resume(self) -> None:
-        self._paused = False
+        self._unblock()
         self._pump()
+
+    def _unblock(self) -> None:
+        if self._paused_since is not None:
+            now = self._net.env.now()
+            self.stats.blocked += now - self._paused_since
+            self._paused_since = None
+            self._direction.ledger.unblock(id(self), now)
 
     def lost(self, error: PeerError) -> None:
         """The other end is gone: `recv` raises `error` after what has arrived, sends fail from now
@@ -296,7 +335,7 @@ class Stream:
 
     def _pump(self) -> None:
         """Moves pending bytes into the link while there is room."""
-        while self._pending and not self._paused:
+        while self._pending and self._paused_since is None:
             out = self._pending[0]
             if out.held:
                 return
@@ -307,6 +346,7 @@ class Stream:
             whole = out.left == 0
             if whole:
                 self._pending.popleft()
+                self.stats.sent_frames += 1
                 if out.done is not None and not out.done.done():
                     out.done.set_result(None)
             self._queued += size
@@ -324,6 +364,7 @@ class Stream:
 
     def _left(self, load: Load) -> None:
         """A load of this stream is through the bottleneck."""
+        self.stats.sent_bytes += load.nbytes
         if self._lost is not None:
             return
         self._queued -= load.nbytes
@@ -346,7 +387,10 @@ class Stream:
     def _shut(self, error: ConnectionLost) -> None:
         """Nothing more is sent; what has not left the bottleneck is dropped."""
         self._lost = error
-        self._direction.waiting -= sum(out.left for out in self._pending)
+        self._unblock()
+        unsent = sum(out.left for out in self._pending)
+        self.stats.dropped_bytes += unsent + self._queued
+        self._direction.waiting -= unsent
         for out in self._pending:
             if out.done is not None and not out.done.done():
                 out.done.set_exception(ConnectionLost(*error.args))
@@ -389,23 +433,37 @@ class EmulatedNet:
         self.env = env
         self.topology = topology
         self.closed = False
+        self.strangers = 0
+        """Connections that were none of ours, and were dropped."""
         self.tamper: Tamper | None = None
         """What every frame goes through between its sender and the link (see `faults`)."""
         self._look_ahead = look_ahead
         self._quantum = quantum
         self._directions: dict[tuple[str, str, str], Direction] = {}
         for spec in topology.links:
-            for src, dst in dict.fromkeys((spec.between, spec.between[::-1])):
-                self._directions[spec.name, src, dst] = self._make(spec, src, dst)
-            env.trace.emit(LinkRate(env.now(), spec.name, spec.between, spec.rate))
+            self._join(spec)
         self._ideal: dict[str, Direction] = {}
+        self._routes: dict[tuple[str, str], Route] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    def _join(self, spec: LinkSpec) -> None:
+        """Both directions of a link, and what is known of their rates from the start."""
+        ways = list(dict.fromkeys((spec.between, spec.between[::-1])))
+        made = [self._make(spec.toward(*way), *way) for way in ways]
+        for way, direction in zip(ways, made, strict=True):
+            self._directions[spec.name, *way] = direction
+        join(made[0], made[-1])
+        peaks = [direction.peak_rate for direction in made]
+        if len(set(peaks)) == 1:
+            self.env.trace.emit(LinkRate(self.env.now(), spec.name, spec.between, peaks[0]))
+        else:
+            for way, peak in zip(ways, peaks, strict=True):
+                self.env.trace.emit(LinkRate(self.env.now(), spec.name, way, peak, one_way=True))
+
     def _make(self, spec: LinkSpec, src: str, dst: str) -> Direction:
-        seed = f"{self.env.seed}/netem/{spec.name}/{src}>{dst}"
-        link = Link(spec.rate, spec.delay, spec.jitter, seed)
+        law = law_of(spec, f"{self.env.seed}/netem/{spec.name}/{src}>{dst}")
         total = LinkStats(spec.name, src, dst)
-        return Direction(self.env, link, total, self._look_ahead, self._quantum)
+        return Direction(self.env, law, total, self._look_ahead, self._quantum)
 
     # -- net.Net ----------------------------------------------------------------------------------
 
@@ -421,6 +479,14 @@ class EmulatedNet:
 
     def stats(self) -> list[LinkStats]:
         return [direction.stats() for direction in self._directions.values()]
+
+    def kept(self) -> list[Kept]:
+        """How well this machine kept the times of each direction."""
+        return [
+            Kept(s.link, f"{s.src_site}>{s.dst_site}", d.peak_rate, s.bytes, s.busy, d.ledger)
+            for d in self._directions.values()
+            for s in (d.stats(),)
+        ]
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -453,16 +519,25 @@ class EmulatedNet:
 
     # -- for the nets -----------------------------------------------------------------------------
 
-    def direction(self, src: str, dst: str) -> Direction:
+    def direction(self, src: str, dst: str) -> Direction | Route:
         """What carries bytes from instance `src` to `dst`. Raises LookupError as the topology
         does."""
         spec = self.topology.link_between(src, dst)
         a, b = self.topology.sites[src], self.topology.sites[dst]
-        if spec is not None:
+        if spec is None:
+            if a not in self._ideal:
+                self._ideal[a] = self._make(LinkSpec(f"inside {a}", (a, a), None, 0), a, a)
+            return self._ideal[a]
+        if (spec.name, a, b) in self._directions:
             return self._directions[spec.name, a, b]
-        if a not in self._ideal:
-            self._ideal[a] = self._make(LinkSpec(f"inside {a}", (a, a), None, 0), a, a)
-        return self._ideal[a]
+        if (a, b) not in self._routes:
+            hops, here = [], a
+            for hop in route(self.topology.links, a, b):
+                there = hop.between[hop.between[0] == here]
+                hops.append(self._directions[hop.name, here, there])
+                here = there
+            self._routes[a, b] = Route(hops)
+        return self._routes[a, b]
 
     def serve(self, accept: Accept, stream: Stream, name: str) -> None:
         """Runs the listener's coroutine for a new connection, as a task called `name`."""

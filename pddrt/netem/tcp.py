@@ -173,6 +173,13 @@ class Sender(Scoreboard):
             self.control.on_restart(now, self, idle)
         self.offered += segments
 
+    def withdraw(self) -> int:
+        """The application takes back what was not sent yet; returns how many segments that are."""
+        back = self.offered - self.high
+        self.offered = self.high
+        self._written = min(self._written, self.high)
+        return back
+
     @property
     def slow_start(self) -> bool:
         return self.window < self.threshold

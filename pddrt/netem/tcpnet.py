@@ -27,17 +27,21 @@ from typing import cast
 
 from pddrt.env import Env, Timer
 from pddrt.errors import BadFrame, CannotRun, ConnectionLost
-from pddrt.frames import Frame, FrameReader
+from pddrt.frames import Buffers, Frame, FrameReader
 from pddrt.netem.net import Accept, Connection, Topology
 from pddrt.netem.stream import Buffer, EmulatedNet, Stream
 from pddrt.types import MS, SECOND, US, Ns
 
-LOOK_AHEAD: Ns = 500 * US
+LOOK_AHEAD: Ns = 100 * US
 QUANTUM: Ns = MS
+MAX_UNKNOWN = 256
+"""Connections that have not said hello yet."""
 HELLO_DEADLINE: Ns = 5 * SECOND
 """A caller writes its hello as it connects. (The emulated delay is before that.)"""
 _SOCKET_BUFFER = 4 << 20
 _SCRATCH = 64 << 10
+_PAYLOADS = 64 << 20
+"""Memory for what arrives that is kept for what arrives later."""
 _HIGH_WATER = 1 << 20
 """Bytes in the transport beyond which the receiver counts as lagging: its kernel buffer and ours
 are full."""
@@ -56,7 +60,7 @@ class _Socket(asyncio.BufferedProtocol):
         self._listener = listener
         self._deadline: Timer | None = None
         self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader(self._first_frame, _SCRATCH)
+        self._reader = FrameReader(self._first_frame, _SCRATCH, net.buffers)
         self._reader.only_small = True
         self._sink: bytearray | None = None  # takes what arrives once nobody reads it
 
@@ -98,6 +102,7 @@ class _Socket(asyncio.BufferedProtocol):
         if self._listener is not None:
             env = self._net.env
             self._deadline = env.call_at(env.now() + HELLO_DEADLINE, self.abort)
+            self._net.unknown(self._number, self)
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         return self._reader.get_buffer() if self._sink is None else self._sink
@@ -122,6 +127,7 @@ class _Socket(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._net.known(self._number)
         if self.stream is None:
             self._net.strangers += 1
         else:
@@ -157,6 +163,7 @@ class _Socket(asyncio.BufferedProtocol):
             raise BadFrame(f"{frame.kind!r} in place of a hello to {self._listener}")
         else:
             self.stream = self._net.welcome(self, self._listener, frame["src"])
+            self._net.known(self._number)
         if self._deadline is not None:
             self._deadline.cancel()
         assert self.stream is not None
@@ -189,7 +196,8 @@ class TcpNet(EmulatedNet):
         self.addresses: MutableMapping[str, tuple[str, int]] = (
             {} if addresses is None else addresses
         )
-        self.strangers = 0
+        self._unknown: dict[int, _Socket] = {}
+        self.buffers = Buffers(_PAYLOADS)
         self._host = host
         self._servers: dict[str, tuple[asyncio.Server, Accept]] = {}
         self._sockets: dict[int, _Socket] = {}
@@ -199,7 +207,7 @@ class TcpNet(EmulatedNet):
         """Raises CannotRun when the address cannot be had."""
         assert name in self.topology.sites
         assert name not in self._servers
-        sock = _socket()
+        sock = loopback_socket()
         try:
             sock.bind((self._host, 0))
             server = await asyncio.get_running_loop().create_server(
@@ -227,7 +235,7 @@ class TcpNet(EmulatedNet):
                 raise ConnectionLost("the net was closed")
             await self._one_way(near, stream)
             if dst not in self.addresses:
-                await self.env.sleep(self.direction(dst, src).link.delay.mean)
+                await self.env.sleep(self.direction(dst, src).delay_mean)
                 raise ConnectionLost(f"{dst} does not listen")
             await self._dial(near, dst)
             near.greet(src, dst)
@@ -249,7 +257,7 @@ class TcpNet(EmulatedNet):
     async def _dial(self, near: _Socket, dst: str) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.addresses[dst]
-        sock = _socket()
+        sock = loopback_socket()
         taken = False
         try:
             await loop.sock_connect(sock, (host, port))
@@ -272,6 +280,17 @@ class TcpNet(EmulatedNet):
 
     def forget(self, number: int) -> None:
         self._sockets.pop(number, None)
+
+    def unknown(self, number: int, end: _Socket) -> None:
+        """Somebody connected who has yet to say hello. Of too many the first must go: a caller of
+        ours says it at once."""
+        self._unknown[number] = end
+        if len(self._unknown) > MAX_UNKNOWN:
+            self._unknown.pop(next(iter(self._unknown))).abort()
+
+    def known(self, number: int) -> None:
+        """It said hello, or is gone."""
+        self._unknown.pop(number, None)
 
     def welcome(self, end: _Socket, name: str, src: object) -> Stream:
         """The stream of a caller that said hello to `name`; its welcome is on the way. Raises
@@ -303,7 +322,7 @@ class TcpNet(EmulatedNet):
             await end.closed
 
 
-def _socket() -> socket.socket:
+def loopback_socket() -> socket.socket:
     """A TCP socket with large buffers and, where the system has it, a congestion control that does
     not pace."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -182,14 +182,18 @@ class Client(Node):
             )
 
     def on_end(self, conn: Connection, frame: Frame) -> None:
-        self._end(frame["request"], frame["reason"], frame["detail"])
+        self._end(frame["request"], frame["reason"], frame["detail"], frame["retry_ns"])
 
-    def _end(self, request: str, reason: str, detail: str) -> None:
+    def _end(self, request: str, reason: str, detail: str, retry: Ns | None = None) -> None:
         call = self._calls.get(request)
         if call is not None and not call.reason:
             call.reason = reason
-            self.env.trace.emit(Finished(self.env.now(), request, reason, len(call.output), detail))
+            about = (request, reason, len(call.output), detail, retry)
+            self.env.trace.emit(Finished(self.env.now(), *about))
             call.ended.set()
+
+    def heeds(self, peer: str, request: str) -> bool:
+        return peer == self.gateway
 
     def fail(self, request: str, detail: str) -> None:
         self._end(request, "aborted", detail)

@@ -61,6 +61,7 @@ class Decoder(Receiver):
         *,
         eos_ids: frozenset[int],
         lease: Ns,
+        silence: Ns,
         handoff: Policy,
         round_trips: Mapping[str, Ns],
         piece: int | None = None,
@@ -69,7 +70,7 @@ class Decoder(Receiver):
         delay. `piece`: of a main decoder that decodes along with a relay, ids that one step may
         extend over.
         """
-        super().__init__(env, net, engine, spec, eos_ids=eos_ids, lease=lease)
+        super().__init__(env, net, engine, spec, eos_ids=eos_ids, lease=lease, silence=silence)
         self.handoff = handoff
         self.round_trips = round_trips
         self.piece = piece
@@ -265,6 +266,7 @@ class Decoder(Receiver):
                 self.preempt(request)
             seq.ids[len(prompt) :] = ids
             seq.computed = min(seq.computed, len(prompt) + kept)
+            self._admit_soon()  # where it waits, perhaps for less now
         seq.sampling = entry.manifest.sampling if draws else None
         seq.active = True
         seq.piece = self.piece if entry.side.state is State.FOLLOWING else None

@@ -170,11 +170,22 @@ class Feeder(Solo):
 
     async def _send_first(self, entry: Prefilling, transfer: Transfer, conn: Connection) -> None:
         assert entry.first is not None
-        transfer.sent_first = True
+        transfer.sent_first, transfer.drained = True, False
         first = {"id": entry.first.token, "logprobs": pack_logprobs([entry.first.logprobs])}
         position = entry.limits.prompt_len
         about = {"request": entry.request, "epoch": transfer.epoch, "position": position}
         await conn.send(Frame("first", {**about, **first}))
+
+    def _all_handed(self, entry: Prefilling, transfer: Transfer) -> bool:
+        """Whether there is nothing more to come, KV or first id."""
+        owes = transfer.carries_first and not transfer.sent_first
+        return transfer.admitted and transfer.sent >= entry.limits.prompt_len and not owes
+
+    def _tell_sent(self, entry: Prefilling, transfer: Transfer) -> None:
+        """The decoder hears by another way that all has left: what does not come now never will."""
+        transfer.told_sent = True
+        about = {"request": entry.request, "epoch": transfer.epoch}
+        self.post(transfer.dst, "sent", b"", **about, end=transfer.sent)
 
     def _sendable(self, entry: Prefilling) -> int:
         """Positions whose KV a finished step has written."""

@@ -102,17 +102,24 @@ class Gateway(Rescue):
             self._tell_end(conn.peer, request, "rejected", str(refusal))
 
     def _enter(self, client: str, frame: Frame) -> None:
-        """Raises BadInput or NoRoute, whose text is for the client, where it cannot."""
+        """Raises BadInput or NoRoute, whose text is for the client, where it cannot; where it will
+        not now, it says so.
+        """
         request, session = frame["request"], frame["session"]
         if AGAIN in request:
             raise BadInput(f"a request's id may not have {AGAIN!r} in it")
         ids, sampling = self._prompt(frame), Sampling.of(frame["sampling"])
         limits = Limits.of(len(ids), frame["max_tokens"], self.eos_ids, sampling)
-        pools = sum(i.kv_tokens for i in self.instances.values())
-        refusal = self.outlook.refusal(limits) or self.door.refusal(limits.kv_tokens, pools)
-        if refusal:
+        if refusal := self.outlook.refusal(limits):
             raise NoRoute(refusal)
         facts = self.outlook.facts(self.env.now(), ids, limits.max_tokens, self.reachable)
+        computing = facts.prefills or facts.mains
+        work = limits.prompt_len - max((i.hit for i in computing), default=0)
+        pools = sum(i.kv_tokens for i in self.instances.values())
+        if overload := self.door.refusal(limits.kv_tokens, pools, work, len(computing)):
+            retry = overload.retry_after
+            self._tell_end(client, request, "rejected", overload.detail, retry)
+            return
         route = self.policy.route(facts)
         route = self.sparing.routed(request, session, route, facts, ids)
         due = self.env.now() + self.deadline
@@ -120,8 +127,16 @@ class Gateway(Rescue):
         answer = Answer(limits, ids, self.tokenizer, sampling.stop)
         stream = Stream(request, session, client, sampling, answer, due, deadline)
         self._streams[request] = stream
-        self.door.entered(self.env.now(), request, limits.kv_tokens)
+        self.door.entered(self.env.now(), request, limits.kv_tokens, work)
         self.begin(stream, route, facts)
+
+    def heeds(self, peer: str, request: str) -> bool:
+        stream = self._streams.get(request)
+        if stream is None:
+            stream = self._attempts.get(request)
+        if stream is None or peer == stream.client:
+            return True
+        return stream.attempt is not None and peer in stream.attempt.knows
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         stream = self._attempts.get(request)
@@ -171,6 +186,7 @@ class Gateway(Rescue):
             "max_tokens": limits.max_tokens,
             "sampling": astuple(replace(sampling, stop=())),  # instances speak ids only
             "lease_ns": stream.due - now + LEASE_GRACE,
+            "begin_ns": self._begin_within(stream.request, route),
         }
         if not route.alone:
             about |= {"relay": route.relay, "main": route.main, "held": route.held}
@@ -181,6 +197,28 @@ class Gateway(Rescue):
             packed,
             **about,
         )
+
+    def _begin_within(self, request: str, route: Route) -> Ns | None:
+        """Until when somebody must have computed the prompt, for the first token to be in time:
+        from it comes here by way of the first decoder.
+        """
+        within = self.door.begin_within(self.env.now(), request)
+        if within is None:
+            return None
+        way = [self.name, *route.members[:2], self.name]
+        return max(0, within - sum(map(self.outlook.delay, way, way[1:])))
+
+    def on_late(self, conn: Connection, frame: Frame) -> None:
+        """From who should compute a prompt: it has not begun, and that would be too late now. Where
+        nobody is in its way it may go on all the same.
+        """
+        stream = self._attempts.get(frame["request"])
+        if stream is None or stream.attempt is None or conn.peer not in stream.attempt.members:
+            return
+        if stream.request in self.door.waiting and self.door.crowded:
+            waited = frame["waited_ns"] / SECOND
+            detail = f"overloaded: {conn.peer} had not begun it after {waited:.3f} s"
+            self._close(stream, "rejected", detail, self.door.forecast(0))
 
     # -- the answer --------------------------------------------------------------------------------
 
@@ -297,12 +335,12 @@ class Gateway(Rescue):
         if stream := self._streams.get(request):
             self._close(stream, "aborted", detail)
 
-    def _close(self, stream: Stream, reason: str, detail: str) -> None:
+    def _close(self, stream: Stream, reason: str, detail: str, retry: Ns | None = None) -> None:
         del self._streams[stream.request]
         self.door.left(stream.request)
         stream.deadline.cancel()
         self.retries.over(stream.request)
-        self._tell_end(stream.client, stream.request, reason, detail)
+        self._tell_end(stream.client, stream.request, reason, detail, retry)
         if stream.attempt is not None:
             self._give_up(stream, stream.attempt, answered=reason in ("stop", "length"))
 
@@ -324,8 +362,12 @@ class Gateway(Rescue):
                 )
         self.outlook.answered(attempt.name, attempt.now, ids, spared)
 
-    def _tell_end(self, client: str, request: str, reason: str, detail: str) -> None:
-        self.post(client, "end", request=request, reason=reason, detail=detail)
+    def _tell_end(
+        self, client: str, request: str, reason: str, detail: str, retry: Ns | None = None
+    ) -> None:
+        """`retry`: after how long a request that is refused now might be taken."""
+        about = {"request": request, "reason": reason, "detail": detail, "retry_ns": retry}
+        self.post(client, "end", b"", **about)
 
     def peer_lost(self, conn: Connection, error: PeerError) -> None:
         why = f"{self.name} lost {conn.peer}: {error}"

@@ -2,8 +2,9 @@
 
 `Instance` owns the pages; the engine owns the tensors. A step pins the pages of its sequences until
 it has returned. Requests queue for memory, in order; where it runs out in mid-answer, who came last
-gives way and is rebuilt later. What the cache should know of an answer made elsewhere is learnt
-when there is nothing else to do (lessons).
+gives way and is rebuilt later. Of whatever makes room, the memory tells `_roomier`: that sees to
+those that wait, so that nobody else has to. What the cache should know of an answer made elsewhere
+is learnt when there is nothing else to do (lessons).
 
 `crash` is for experiments: an instance that stops without a word.
 
@@ -18,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pddrt.engine.base import Engine
-from pddrt.env import Env, LocalEnv
+from pddrt.env import Env, LocalEnv, Timer
 from pddrt.errors import ConnectionLost, EngineFailed, PeerError
 from pddrt.frames import Frame, unpack_ids
 from pddrt.kv.memory import KVMemory
@@ -99,6 +100,7 @@ class Instance(Node):
             engine.layout.fingerprint,
             caching=spec.caching,
             journal=self._book,
+            roomier=self._roomier,
         )
         self.sched = Scheduler(
             spec.chunk_tokens,
@@ -107,6 +109,8 @@ class Instance(Node):
             self._room,
         )
         self.admission = Admission(self._reserve)
+        self._admitting: Timer | None = None
+        """Those that wait for memory are looked at in this very instant."""
         self.pace = Pace()
         self.reports = Reports(env, self.load, self.post)
         self._wanted: dict[str, Wanted] = {}
@@ -237,14 +241,27 @@ class Instance(Node):
             self._end_lesson(idle[-1])
         return True
 
-    def _admit(self) -> bool:
-        """Lets in whom there is room for; whether there was anybody."""
+    def wanted_tokens(self, request: str) -> int:
+        """Positions of KV for which `request`, which waits for memory, needs room."""
+        seq = self._preempted.get(request)
+        return self._wanted[request].tokens if seq is None else len(seq.ids)
+
+    def _admit(self) -> None:
+        """Lets in whom there is room for."""
+        if self._admitting is not None:
+            self._admitting.cancel()
+            self._admitting = None
         if self._closing:
-            return False
+            return
         admitted = self.admission.admit()
         for request in admitted:
             del self._wanted[request]
-            self._copy_tail(request)
+            try:
+                self._copy_tail(request)
+            except EngineFailed as error:
+                self._preempted.pop(request, None)
+                self.fail(request, f"{self.name}: {error}")
+                continue
             holding = self.memory.holding(request)
             hit_bytes = holding.hit * self.engine.layout.bytes_per_token
             self.env.trace.emit(
@@ -254,7 +271,20 @@ class Instance(Node):
                 self._resume(seq, holding.hit)
             else:
                 self.admitted(request, holding.hit)
-        return bool(admitted)
+
+    def _roomier(self) -> None:
+        """There is room in the memory that was not there, for those that wait or for a sequence
+        that lacked it.
+        """
+        self._admit_soon()
+        self.wake()
+
+    def _admit_soon(self) -> None:
+        """Somebody who waits may fit: there is more room, or less is wanted. Whoever saw to that is
+        in the middle of something; the next step is planned after it.
+        """
+        if self._admitting is None and len(self.admission):
+            self._admitting = self.env.call_at(self.env.now(), self._admit)
 
     def _room(self, request: str, end: int) -> bool:
         """Room for `request` up to `end`, before it is stepped. Who came last gives way: lessons,
@@ -294,6 +324,7 @@ class Instance(Node):
         self._wanted[request] = Wanted(seq.ids, len(seq.ids), len(seq.ids) - 1)
         self._preempted[request] = seq
         self.admission.add(request, first=True)
+        self._admit_soon()  # it may have given way with more than was wanted of it
 
     def _resume(self, seq: SequenceState, hit: int) -> None:
         seq.computed = hit
@@ -301,7 +332,9 @@ class Instance(Node):
         self.wake()
 
     def _copy_tail(self, request: str) -> None:
-        """The last tokens of a hit that ends within a page go into the request's own page."""
+        """The last tokens of a hit that ends within a page go into the request's own page. Raises
+        EngineFailed.
+        """
         if copy := self.memory.tail(request):
             source, target = copy
             self.engine.write_kv(target, self.engine.read_kv(source))
@@ -324,7 +357,7 @@ class Instance(Node):
             self._preempted.pop(request, None)
             self.reports.changed()
             self._changed.set()
-            self._admit()  # it may have held up others that fit
+            self._admit_soon()  # it may have held up others that fit
         else:
             self._freed(request, self.memory.release(request))
 
@@ -333,8 +366,6 @@ class Instance(Node):
             self.env.trace.emit(Freed(self.env.now(), request, self.name, pages))
             self.reports.changed()
             self._changed.set()
-            self._admit()
-            self.wake()  # some sequence may have lacked room
 
     def _book(self, change: Change, owner: str, pages: Collection[int]) -> None:
         """The memory's journal goes into the trace, page by page."""
@@ -368,8 +399,6 @@ class Instance(Node):
         self.memory.release(owner)
         self.reports.changed()
         self._changed.set()
-        self._admit()
-        self.wake()
 
     def check_memory(self) -> None:
         """After the run: records where every page is. Raises PoolCorrupt or CacheCorrupt if the
@@ -418,7 +447,11 @@ class Instance(Node):
             return
         if not self.memory.reserve(lesson, ids, len(ids)):
             return
-        self._copy_tail(lesson)
+        try:
+            self._copy_tail(lesson)
+        except EngineFailed:  # nobody waits for it
+            self.memory.release(lesson)
+            return
         hit = self.memory.holding(lesson).hit
         self._lessons[lesson] = request
         if hit == len(ids):
@@ -437,7 +470,8 @@ class Instance(Node):
                 Learnt(self.env.now(), self._lessons[lesson], self.name, len(seq.ids))
             )
             self._end_lesson(lesson)
-            self._admit()
+        else:
+            self._admit_soon()  # between two steps it gives way
 
     def _end_lesson(self, lesson: str) -> None:
         del self._lessons[lesson]
@@ -457,10 +491,10 @@ class Instance(Node):
                 await self.hold()
                 if not self.running:  # meanwhile: nobody will wake this loop again
                     return
+            if self._admitting is not None:
+                self._admit()
             batch = self.sched.plan()
             if batch is None:
-                if self._preempted and self._admit():
-                    continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue

@@ -227,7 +227,7 @@ class Node:
             handler(conn, frame)
         except PeerError as error:
             request = frame.fields.get("request")
-            if not isinstance(request, str):
+            if not isinstance(request, str) or not self.heeds(conn.peer, request):
                 raise
             self.blame(conn, frame, request, f"{self.name}: {error}")
 
@@ -246,6 +246,12 @@ class Node:
 
     def stream_lost(self, conn: Connection, error: PeerError) -> None:
         """A kv stream from `conn.peer` has ended; cancels end that way too."""
+
+    def heeds(self, peer: str, request: str) -> bool:
+        """Whether `peer` may have something to do with `request`. A mistake of anybody else is held
+        against its stream, never against the request.
+        """
+        return True
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         """`frame`, which speaks of `request`, is wrong. Whoever asked for something is answered."""

@@ -39,6 +39,7 @@ class Prefill(Sender):
             ),
         )
         self._entries[request] = entry
+        self.must_begin(request, conn.peer, ids, frame["begin_ns"])
         self.wait_for_memory(request, ids, len(ids), limit=len(ids) - 1)
 
     def admitted(self, request: str, hit: int) -> None:
@@ -62,6 +63,7 @@ class Prefill(Sender):
         super().step_began(batch)
         for entry in self._entries.values():
             if entry.seq is not None and entry.seq.in_step and entry.seq.computed == entry.hit:
+                self.begun(entry.request)
                 self.env.trace.emit(PrefillStarted(self.env.now(), entry.request, self.name))
 
     def stepped(self, outcome: Outcome) -> None:

@@ -8,6 +8,10 @@ gateway, marked P: until then the gateway has nothing to show.
 Who loses its peer decoder does not end the request: a relay decodes on by itself, a main decoder
 waits for the gateway to say how the answer goes on (`takeover`); both say that they have lost it.
 
+How long KV queues, in P or on the way, is no sign of anything. But once P has said that all of it
+has left (`sent`), what is missing is in propagation, or lost: where nothing more has come for as
+long as a living peer may be silent, the request fails here, by P's fault.
+
 A request ends here by the gateway's close, by what befell it, or when it has been handed over; its
 pages are then kept for the cache or given back. `decode` has what happens in between.
 """
@@ -18,7 +22,7 @@ from dataclasses import dataclass, field
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env, Timer
-from pddrt.errors import BadFrame, PeerError
+from pddrt.errors import BadFrame, EngineFailed, PeerError
 from pddrt.frames import Frame, unpack_ids
 from pddrt.messages import Limits, Manifest, unpack_logprobs
 from pddrt.netem.net import Connection, Net
@@ -46,6 +50,8 @@ class Decoding:
     admitted: bool = False
     stream: Connection | None = None
     """Where its KV comes in."""
+    silence: Timer | None = None
+    """Ends the wait for KV that has left P."""
     answered: bool = False
     """The client has the whole answer; what still arrives is for the cache."""
     told_of_first: Logprobs | None = None
@@ -91,9 +97,12 @@ class Receiver(Solo):
         *,
         eos_ids: frozenset[int],
         lease: Ns,
+        silence: Ns,
     ) -> None:
+        """`silence`: how long KV that has left P may take to arrive, after what came before it."""
         super().__init__(env, net, engine, spec, eos_ids=eos_ids)
         self.lease = lease
+        self._silence = silence
         self._entries: dict[str, Decoding] = {}
 
     # -- for subclasses ----------------------------------------------------------------------------
@@ -136,6 +145,12 @@ class Receiver(Solo):
         if manifest.request in self._wanted:
             self.post(conn.peer, "noted", request=manifest.request, epoch=manifest.epoch)
 
+    def heeds(self, peer: str, request: str) -> bool:
+        if entry := self._entries.get(request):
+            about = entry.manifest
+            return peer in (entry.prefill, about.gateway, about.relay, about.main)
+        return super().heeds(peer, request)
+
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind == "offer":
             epoch = frame.fields.get("epoch")
@@ -175,15 +190,24 @@ class Receiver(Solo):
                 )
             # A range that is wrong is refused before it is written.
             actions = entry.side.on_kv(start, end)
-            runs = self.memory.runs(entry.request, start, end)
-            payload: bytes | memoryview = memoryview(frame.payload)
-            if theirs.dtype != self.engine.layout.dtype:
-                payload = self.engine.convert_kv(payload, theirs.dtype)
-            self.engine.write_kv(runs, payload)
+            try:
+                self._store(entry, start, end, memoryview(frame.payload))
+            except EngineFailed as error:
+                self.fail(entry.request, f"{self.name}: {error}")
+                return
             self.env.trace.emit(
                 KVReceived(self.env.now(), entry.request, self.name, start, end, len(frame.payload))
             )
+            if entry.silence is not None:
+                self._expect_more(entry)
             self._kv_arrived(entry, actions)
+
+    def _store(self, entry: Decoding, start: int, end: int, payload: bytes | memoryview) -> None:
+        """Raises EngineFailed."""
+        theirs = entry.manifest.layout.dtype
+        if theirs != self.engine.layout.dtype:
+            payload = self.engine.convert_kv(payload, theirs)
+        self.engine.write_kv(self.memory.runs(entry.request, start, end), payload)
 
     def on_first(self, conn: Connection, frame: Frame) -> None:
         """From P, behind the KV: the id at position m."""
@@ -192,6 +216,32 @@ class Receiver(Solo):
                 raise BadFrame(f"a first id at {frame['position']}")
             [entry.told_of_first] = unpack_logprobs(frame["logprobs"], 1)
             self._kv_arrived(entry, entry.side.on_first(frame["id"]))
+
+    def on_sent(self, conn: Connection, frame: Frame) -> None:
+        """From P, by the control stream: all has left. It need not be here yet."""
+        entry = self._find(conn, frame)
+        if entry is None or entry.side.state is not State.RECEIVING:
+            return
+        if frame["end"] != entry.side.limits.prompt_len or not entry.admitted:
+            raise BadFrame(f"all is said to be sent at {frame['end']}")
+        self._expect_more(entry)
+
+    def _expect_more(self, entry: Decoding) -> None:
+        """What is still missing may take so long from now on."""
+        if entry.silence is not None:
+            entry.silence.cancel()
+        due = self.env.now() + self._silence
+        entry.silence = self.env.call_at(due, self._nothing_came, entry)
+
+    def _nothing_came(self, entry: Decoding) -> None:
+        if entry.side.state is not State.RECEIVING:
+            return
+        if self.hold is not None:  # it may be here, and this node does not read
+            self._expect_more(entry)
+            return
+        lacks = "the first id" if entry.side.kv.whole else f"KV from {entry.side.kv.prefix} on"
+        lost = f"{self.name}: {lacks} never came, though {entry.prefill} has sent it"
+        self.fail(entry.request, lost, by=entry.prefill)
 
     def _kv_arrived(self, entry: Decoding, actions: list[Action]) -> None:
         side, manifest = entry.side, entry.manifest
@@ -309,8 +359,9 @@ class Receiver(Solo):
         del self._entries[entry.request]
         if entry.lease is not None:
             entry.lease.cancel()
-        if entry.overdue is not None:
-            entry.overdue.cancel()
+        for timer in (entry.overdue, entry.silence):
+            if timer is not None:
+                timer.cancel()
         whole = entry.side.kv.whole
         entry.side.close()
         if entry.seq is not None:

@@ -58,16 +58,17 @@ class Roster(Node):
     # -- instances that come and go ----------------------------------------------------------------
 
     async def meet(self, peer: str) -> None:
-        """From now on `peer`, which listens, may get requests. That it left may be news yet."""
+        """From now on `peer`, which listens, gets requests as soon as it has said what it is. That
+        it left may be news yet. Where it is lost before that, it is looked for, as any other.
+        """
         await self._until(lambda: peer not in self.instances)
         if peer not in self._expected:
             self._expected = (*self._expected, peer)
+        self._retired.discard(peer)
         try:
             await super().dial([peer])
         except ConnectionLost:  # it has stopped already; perhaps it starts again
             self.redial([peer])
-        await self._until(lambda: peer in self.instances)
-        self._retired.discard(peer)
 
     def retire(self, peer: str) -> None:
         """It gets no requests any more, and is not looked for: its good-bye may get lost."""

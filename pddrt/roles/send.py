@@ -6,6 +6,9 @@ chunk as steps complete, over when the decoder says `whole`. P holds the pages u
 is over: KV that is still crossing the WAN occupies P's memory. How many go at a time: see
 `transfer`.
 
+When all has left, KV and first id, the decoder is told so on the control stream (`sent`): a
+stream may have lost its last bytes and still be open, and nobody else would notice (see `receive`).
+
 A decoder answers an offer at once, with pages or with a note that the request waits for some: who
 says nothing within the handshake's time is given up, by name, and how long somebody queues is no
 sign of life or death.
@@ -34,7 +37,7 @@ from collections.abc import Mapping
 
 from pddrt.engine.base import Engine
 from pddrt.env import Env
-from pddrt.errors import BadFrame, ConnectionLost, PeerError
+from pddrt.errors import BadFrame, ConnectionLost, EngineFailed, PeerError
 from pddrt.frames import Frame, pack_ids
 from pddrt.messages import Manifest, prompt_digest
 from pddrt.netem.net import Connection, Net
@@ -83,6 +86,11 @@ class Sender(Feeder):
         self._handshake = handshake
 
     # -- ends --------------------------------------------------------------------------------------
+
+    def heeds(self, peer: str, request: str) -> bool:
+        if entry := self._entries.get(request):
+            return peer in (entry.gateway, *(t.dst for t in entry.transfers))
+        return super().heeds(peer, request)
 
     def fail(self, request: str, detail: str) -> None:
         entry = self._entries.get(request)
@@ -285,11 +293,14 @@ class Sender(Feeder):
             if not transfer.over:
                 why = f"{self.name} lost {transfer.dst}: {error}"
                 self._decoder_lost(entry, transfer.dst, why)
+        except EngineFailed as error:  # its KV cannot be read
+            if not transfer.over:
+                self.fail(entry.request, f"{self.name}: {error}")
         if transfer.conn in self._connections:  # it has not ended meanwhile
             self._idle_streams.setdefault(transfer.dst, []).append(transfer.conn)
 
     async def _feed(self, entry: Prefilling, transfer: Transfer) -> None:
-        """Returns when the transfer is over. Raises ConnectionLost."""
+        """Returns when the transfer is over. Raises ConnectionLost, EngineFailed."""
         control = self.peers.get(transfer.dst)
         if control is None:
             raise ConnectionLost("there is no control stream")
@@ -308,11 +319,18 @@ class Sender(Feeder):
                 continue
             elif transfer.since is not None and transfer.drained:
                 self._leave(entry, transfer)
-            elif transfer.since is not None and not transfer.draining:
+                continue
+            elif not transfer.told_sent and self._all_handed(entry, transfer) and transfer.drained:
+                self._tell_sent(entry, transfer)
+            elif not transfer.drained and not transfer.draining and self._awaits(entry, transfer):
                 draining = f"{self.name} drains {entry.request} to {transfer.dst}"
                 self.env.spawn(self._drain(transfer, conn), draining)
             await transfer.wake.wait()
             transfer.wake.clear()
+
+    def _awaits(self, entry: Prefilling, transfer: Transfer) -> bool:
+        """Whether it matters when what was handed over has left."""
+        return transfer.since is not None or self._all_handed(entry, transfer)
 
     def _expect_answer(self, entry: Prefilling, transfer: Transfer) -> None:
         if transfer.admitted or transfer.over:

@@ -23,7 +23,7 @@ from pddrt.netem.net import Connection, Net
 from pddrt.roles.instance import Instance, InstanceSpec
 from pddrt.sched import Batch, Outcome, SequenceState
 from pddrt.trace import PrefillEnded, PrefillStarted, TokensMade
-from pddrt.types import Drawn, Letter, Sampling
+from pddrt.types import Drawn, Letter, Ns, Sampling
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class Solo(Instance):
         super().__init__(env, net, engine, spec)
         self.eos_ids = eos_ids
         self._alone: dict[str, Serving] = {}
+        self._unbegun: dict[str, Timer] = {}
+        """Requests that must begin in time, and when that would be too late."""
 
     def here(self, request: str) -> bool:
         """Whether a request of that id waits here or holds anything."""
@@ -75,7 +77,12 @@ class Solo(Instance):
             ),
         )
         tokens = min(limits.kv_tokens, limits.prompt_len + 1)
+        self.must_begin(request, conn.peer, ids, frame["begin_ns"])
         self.wait_for_memory(request, ids, tokens, limit=len(ids) - 1)
+
+    def heeds(self, peer: str, request: str) -> bool:
+        entry = self._alone.get(request)
+        return entry is None or peer == entry.gateway
 
     def blame(self, conn: Connection, frame: Frame, request: str, detail: str) -> None:
         if frame.kind in ("prefill", "generate"):
@@ -94,6 +101,31 @@ class Solo(Instance):
         if kv_tokens > self.spec.kv_tokens:
             return f"{kv_tokens} tokens of KV can never fit into {self.spec.kv_tokens}"
         return None
+
+    def must_begin(self, request: str, gateway: str, ids: Sequence[int], within: Ns | None) -> None:
+        """Its prompt should be computed `within` that time (None: whenever). So it must begin
+        earlier by what that takes; where it alone takes longer, it may begin all the same.
+        """
+        if within is None:
+            return
+        lasts = self.pace.prompt * (len(ids) - self.memory.peek(ids))
+        within = within - lasts if lasts < within else within
+        due = self.env.now() + within
+        self._unbegun[request] = self.env.call_at(due, self._too_late, request, gateway, within)
+
+    def _too_late(self, request: str, gateway: str, waited: Ns) -> None:
+        """The gateway refuses it, and closes it here."""
+        del self._unbegun[request]
+        self.post(gateway, "late", request=request, waited_ns=waited)
+
+    def begun(self, request: str) -> None:
+        """It is computed now, or never will be."""
+        if timer := self._unbegun.pop(request, None):
+            timer.cancel()
+
+    def give_back(self, request: str) -> None:
+        self.begun(request)
+        super().give_back(request)
 
     def tell_failed(self, gateway: str, request: str, detail: str, by: str = "") -> None:
         """This request cannot go on here. `by`: whose fault it is, where it is not our own."""
@@ -130,6 +162,7 @@ class Solo(Instance):
             entry = self._alone.get(span.request)
             if entry is not None and not entry.started:
                 entry.started = True
+                self.begun(entry.request)
                 self.env.trace.emit(PrefillStarted(self.env.now(), entry.request, self.name))
 
     def stepped(self, outcome: Outcome) -> None:

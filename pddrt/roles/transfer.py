@@ -47,6 +47,8 @@ class Transfer:
     """All that was handed over has left."""
     draining: bool = False
     """Somebody waits for that."""
+    told_sent: bool = False
+    """The decoder knows that nothing more will come."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Something above has changed, or a step has ended."""
 
@@ -79,11 +81,11 @@ class Transfer:
 
         Raises ConnectionLost.
         """
-        sent = self.sent
+        before = self.sent, self.sent_first
         self.draining = True
         try:
             await conn.drain()
-            self.drained = self.sent == sent
+            self.drained = (self.sent, self.sent_first) == before
         finally:
             self.draining = False
             self.wake.set()

@@ -1,0 +1,1 @@
+"""The same requests under several policies or settings."""

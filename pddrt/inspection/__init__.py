@@ -1,0 +1,1 @@
+"""Looking into a recorded run: `pddrt inspect`."""

@@ -1,0 +1,1 @@
+"""The page about a run, its pictures, and the trace for Perfetto."""

@@ -1,0 +1,1 @@
+"""One scenario over a grid of values."""
