@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -32,7 +33,8 @@ from typing import Any, Self, TypeVar
 
 import pddrt.comparing.columns as compare_module
 import pddrt.sweeping.table as sweep_module
-from pddrt import document
+from pddrt import arguments, document
+from pddrt.arguments import checked
 from pddrt.comparing.columns import columns
 from pddrt.document import Document, Keys
 from pddrt.errors import BadInput, PddrtError
@@ -54,6 +56,7 @@ Source = str | Path | Mapping[str, Any] | Scenario
 # -- running ---------------------------------------------------------------------------------------
 
 
+@checked
 def run(
     scenario: Source, overrides: Mapping[str, Any] | None = None, *, seed: int | None = None,
     clock: str | None = None, out: str | Path | None = None, prompt: str | None = None,
@@ -93,6 +96,7 @@ def run(
     return found
 
 
+@checked
 def open(folder: str | Path) -> Run:
     """A run that was recorded before, however much of it there is. Raises BadInput for a folder
     that is none.
@@ -100,6 +104,7 @@ def open(folder: str | Path) -> Run:
     return Run(Path(folder))
 
 
+@checked
 def compare(
     scenario: Source, overrides: Mapping[str, Any] | None = None, *,
     policies: str | Sequence[str] | None = None, vary: Mapping[str, Any] | None = None,
@@ -131,6 +136,7 @@ def compare(
     return found
 
 
+@checked
 def sweep(
     scenario: Source, overrides: Mapping[str, Any] | None = None, *,
     vary: Mapping[str, Any] | None = None, policies: str | Sequence[str] | None = None,
@@ -148,7 +154,7 @@ def sweep(
     with _Place(out) as place, _progress(quiet) as progress:
         result = sweep_module.Sweep(
             axes, sound, out=place.folder, repeat=repeat, jobs=jobs, max_runs=max_runs,
-            metrics=metrics, keep=keep, fresh=fresh,
+            metrics=[metrics] if isinstance(metrics, str) else metrics, keep=keep, fresh=fresh,
         ).execute(progress)  # fmt: skip
         found = Swept(result)
         place.goes_with(found)
@@ -235,6 +241,9 @@ def _document(scenario: Source) -> Document:
         return Document("scenario", data, {(key,): "scenario" for key in data})
     if isinstance(scenario, str) and ("\n" in scenario or scenario.lstrip().startswith("{")):
         return document.parse(scenario, "scenario")
+    given: object = scenario
+    if not isinstance(given, (str, os.PathLike)):  # a number would be an open file of ours
+        arguments.refuse("scenario", given, "a path, YAML as text, a mapping or a Scenario")
     return document.read(scenario)
 
 

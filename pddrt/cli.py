@@ -176,7 +176,9 @@ def _run(
         raise BadInput(f"--dashboard: found '{mode}'; allowed: {', '.join(dashboard.MODES)}")
     if pace is not None and not 0 < pace < float("inf"):
         raise BadInput(f"--pace: found {pace:g}; allowed: a number above 0")
-    with _outlet() as outlet:
+    # What a policy of the user's prints must not get into what a program reads.
+    aside = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+    with _outlet() as outlet, aside:
         console, errors = _console(outlet), _console(sys.stderr)
         the_run = Run(
             load(scenario, overrides, seed=seed, clock=clock),

@@ -9,7 +9,7 @@ models, tests give it modelled ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pddrt.drift import DriftObserver
@@ -17,7 +17,7 @@ from pddrt.engine.base import Engine
 from pddrt.engine.tokens import Tokenizer
 from pddrt.env import Env
 from pddrt.errors import CannotRun, ConnectionLost, RunFailed
-from pddrt.netem.net import Net, Topology
+from pddrt.netem.net import Net, Topology, route
 from pddrt.policy.admission import Admission
 from pddrt.policy.anomaly import Anomaly
 from pddrt.policy.handoff import OneShot
@@ -304,12 +304,20 @@ class Deployment:
             if self.env.now() < until:
                 raise
             met = self.gateway.instances if node is self.gateway else node.peers
-            missing = ", ".join(p for p in peers if p not in met)
-            raise CannotRun(
-                f"{node.name} cannot reach {missing} within {START_TIME // SECOND} s"
-            ) from None
+            missing = [p for p in peers if p not in met]
+            dead = dict.fromkeys(link for p in missing for link in self._dead(node.name, p))
+            why = f": link {', '.join(dead)} carries nothing (rate 0)" if dead else ""
+            who = f"{node.name} cannot reach {', '.join(missing)}"
+            raise CannotRun(f"{who} within {START_TIME // SECOND} s{why}") from None
         finally:
             timer.cancel()
+
+    def _dead(self, one: str, other: str) -> Iterator[str]:
+        """The links between two that carry nothing, one way or the other."""
+        a, b = (self.topology.sites[name] for name in (one, other))
+        for hop in (*route(self.topology.links, a, b), *route(self.topology.links, b, a)):
+            if hop.rate == 0:
+                yield hop.name
 
     async def play(
         self,

@@ -276,6 +276,8 @@ class _Binding:
 
     def _search(self, node: Node) -> _Ask:
         left, right = self._sides(node)
+        if self._strange(left):
+            self._unknown(left)
         if right.op not in ("value", "word") or not isinstance(right.value, str):
             wrong(self._text, right.column, "expected a text to search for")
         try:

@@ -333,8 +333,8 @@ class Link(Section):
     a trace the lower rate and the longer delay hold."""
     rate: RateByWay | None = None
     """Of each direction. Absent: no limit. 0: an outage."""
-    delay: DelayByWay = 0
-    """One way."""
+    delay: DelayByWay | None = None
+    """One way. Absent: the profile's, or none."""
     jitter: JitterField | None = None
     """How the delay varies in time."""
     tcp: Literal["none", "reno", "cubic", "bbr"] = "none"

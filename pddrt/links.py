@@ -51,12 +51,13 @@ def _one_way(name: str, link: Link, way: tuple[str, str], folder: Path | None) -
     named = toward(link.profile, *way)
     profile = profiles.load(named, folder) if named is not None else Profile("")
     rate: int | None = toward(link.rate, *way)
-    delay: Ns = toward(link.delay, *way) or profile.delay
+    delay = _delay(link, way, profile)
     if rate is None:
         rate = profile.rate
-    jitter, shape, correlation = profile.jitter, profile.shape, profile.correlation
+    shape, correlation = profile.shape, profile.correlation
+    jitter = _jitter(link, profile)
     if link.jitter is not None:
-        jitter, correlation = link.jitter.deviation, link.jitter.correlation
+        correlation = link.jitter.correlation
         shape = profiles.load_shape(link.jitter.shape, folder)
     loss, burst = profile.loss, profile.burst
     if link.loss is not None:
@@ -98,6 +99,16 @@ def _one_way(name: str, link: Link, way: tuple[str, str], folder: Path | None) -
         loss,
         burst,
     )
+
+
+def _delay(link: Link, way: tuple[str, str], profile: Profile) -> Ns:
+    """That of the section, even if that is 0, else the profile's."""
+    written: Ns | None = toward(link.delay, *way)
+    return profile.delay if written is None else written
+
+
+def _jitter(link: Link, profile: Profile) -> Ns:
+    return profile.jitter if link.jitter is None else link.jitter.deviation
 
 
 def _queue_bytes(
@@ -165,7 +176,7 @@ def place(link: Link) -> tuple[tuple[str, str], int | None, Ns]:
     """Its sites, its highest rate as far as its section says it, and its least delay."""
     a, b = link.between
     rates = each(link.rate)
-    return (a, b), None if None in rates else max(rates), min(each(link.delay))
+    return (a, b), None if None in rates else max(rates), min(each(link.delay or 0))
 
 
 def facts(link: Link) -> list[str]:
@@ -247,21 +258,39 @@ def _of_link(link: Link, folder: Path | None) -> Iterator[tuple[Keys, str]]:
     qdisc = link.qdisc or ("fair" if link.tcp == "none" else "fifo")
     if weighted and qdisc == "fifo":
         yield ("weights",), "found weights with qdisc: fifo; needed: qdisc: fair"
-    delays = [*each(link.delay), *(p.delay for p in read)]
-    if link.jitter is not None and link.jitter.deviation and not max(delays, default=0):
-        yield (
-            ("jitter",),
-            (
-                f"found {format_duration(link.jitter.deviation)} with a delay of 0, which has no "
-                "room for it; allowed there: 0"
-            ),
-        )
+    if not wrong:
+        yield from _no_room(link, read)
     if (link.changes or link.outages) and any(p.trace is not None for p in read):
         field = "changes" if link.changes else "outages"
         yield (field,), "found beside a profile that changes by itself; allowed: one of the two"
     twice = [a for a, b in itertools.pairwise(sorted(c.at for c in link.changes)) if a == b]
     if twice:
         yield ("changes",), f"found two at {format_duration(twice[0])}; allowed: one at a time"
+
+
+def _no_room(link: Link, read: list[Profile]) -> Iterator[tuple[Keys, str]]:
+    """A delay of 0, some way, with a jitter that would have to shorten it."""
+    profiles_by_name = dict(
+        zip([] if link.profile is None else each(link.profile), read, strict=True)
+    )
+    for way in ways_of(link):
+        profile = profiles_by_name.get(toward(link.profile, *way), Profile(""))
+        jitter = _jitter(link, profile)
+        if not jitter or _delay(link, way, profile):
+            continue
+        if toward(link.delay, *way) is None and profile.trace is not None and profile.trace.delays:
+            continue
+        found = format_duration(jitter)
+        if link.jitter is None and link.delay is not None:
+            yield (
+                ("delay",),
+                f"found 0 beside the profile's jitter of {found}, which has no room in it; "
+                "allowed: above zero",
+            )
+        else:
+            text = f"found {found} with a delay of 0, which has no room for it; allowed there: 0"
+            yield ("jitter",), text
+        return
 
 
 def _ways_problems(link: Link) -> Iterator[tuple[Keys, str]]:

@@ -59,12 +59,22 @@ POLICIES: Mapping[str, Callable[[Pipeline], Pdd | Naive | Alone | Prfaas | Relay
 class Plugged:
     """A policy of the user's. Its mistakes are RunFailed, and name its class and line."""
 
-    def __init__(self, user: Any) -> None:
+    def __init__(self, user: Any, pipelines: Iterable[str] = tuple(PIPELINES)) -> None:
+        """`pipelines`: those it may choose."""
         self._user = user
+        self._pipelines = tuple(pipelines)
 
     def route(self, facts: Facts) -> Route:
         def objection(route: Route) -> str:
-            return facts.objection(route) or ""
+            if wrong := facts.objection(route):
+                return wrong
+            if route.pipeline in self._pipelines:
+                return ""
+            name = type(self._user).__name__
+            allowed = ", ".join(self._pipelines)
+            return (
+                f"found pipeline {route.pipeline}; allowed: what {name}.pipelines says: {allowed}"
+            )
 
         return plugins.guarded(self._user.route, Route, objection, passes=(NoRoute,))(facts)
 
@@ -74,7 +84,7 @@ def policy_of(scenario: Scenario) -> Policy:
     name = scenario.pipeline.policy
     if name in POLICIES:
         return POLICIES[name](scenario.pipeline)
-    return Plugged(plugins.make(_class_of(scenario)))
+    return Plugged(plugins.make(_class_of(scenario)), chosen_from(scenario))
 
 
 def _class_of(scenario: Scenario) -> Any:
@@ -91,7 +101,8 @@ def chosen_from(scenario: Scenario) -> tuple[str, ...]:
     present = {entry.role for entry in scenario.instances.values()}
     possible = tuple(p for p, roles in PIPELINES.items() if present.issuperset(roles))
     found = getattr(_class_of(scenario), "pipelines", possible)
-    if not isinstance(found, (tuple, list)) or not set(found) <= set(PIPELINES) or not found:
+    listed = isinstance(found, (tuple, list)) and all(isinstance(p, str) for p in found)
+    if not listed or not set(found) <= set(PIPELINES) or not found:
         raise BadInput(f"{name} has pipelines {found!r}; allowed: some of {', '.join(PIPELINES)}")
     return tuple(found)
 

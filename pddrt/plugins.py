@@ -96,7 +96,14 @@ def guarded(
     def guard(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             value = call(*args, **kwargs)
-        except passes:
+        except passes as error:
+            try:
+                str(error).encode()
+            except UnicodeEncodeError:
+                raise RunFailed(
+                    f"{_blame(error, _file(call))}: {name} raised {type(error).__name__}"
+                    f"({str(error)!a}); allowed: a text without lone surrogates"
+                ) from error
             raise
         except (Exception, SystemExit) as error:
             where = _blame(error, _file(call))

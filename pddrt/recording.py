@@ -39,6 +39,9 @@ LEFT_OUT = frozenset(
 )
 """Kinds that are counted only: most of a file's bytes, and nothing that a report shows."""
 
+TAIL = 1 << 18
+"""Bytes of events.jsonl in which a last event stands."""
+
 ROW = frozenset(
     [
         "id",
@@ -107,6 +110,19 @@ class Recording:
         return site if isinstance(site, str) else None
 
     # -- events ------------------------------------------------------------------------------------
+
+    def end(self) -> Ns | None:
+        """When the last whole event happened, read from the end of the file; None where nobody
+        knows.
+        """
+        try:
+            with (self.folder / "events.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - TAIL))
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
+            return None
+        found = (decoded(line) for line in reversed(lines))
+        return next((event.t for event in found if isinstance(event, Event)), None)
 
     def roles(self) -> dict[str, str]:
         """Roles by instance, as the events name them."""

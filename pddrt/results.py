@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import pddrt.comparing.columns as compare_module
 import pddrt.sweeping.table as sweep_module
-from pddrt import recording
+from pddrt import arguments, recording
+from pddrt import trace as ev
 from pddrt.comparing.assertions import Assertion
 from pddrt.errors import BadInput, CannotRun
 from pddrt.sections import unknown_name
@@ -27,6 +28,12 @@ from pddrt.units import shown
 
 Backend = Literal["pandas", "polars", "rows"]
 FRAMES: tuple[Backend, ...] = ("pandas", "polars")
+EVENTS = [
+    kind.__name__
+    for kind in vars(ev).values()
+    if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event
+]
+"""Every kind of event."""
 
 
 class Tree(dict[str, Any]):
@@ -94,7 +101,12 @@ class Run:
 
     def events_table(self, kind: str | None = None, backend: Backend | None = None) -> Any:
         """Events as in events.jsonl; of one `kind` only ("KVSent"), where it is given."""
-        return _framed(list(self._events(kind)), backend)
+        if kind is not None:
+            arguments.check("kind", kind)
+        found = list(self._events(kind))
+        if kind is not None and not found:  # a later version's kinds may be there
+            arguments.known("kind", kind, EVENTS)
+        return _framed(found, backend)
 
     def _events(self, kind: str | None) -> Iterator[dict[str, Any]]:
         """Raises BadInput where the file is not there. A last line that is cut off is left out."""
@@ -110,6 +122,7 @@ class Run:
 
     def request(self, id: str) -> Tree:
         """One request, as in requests.jsonl. Raises BadInput for one that is not there."""
+        arguments.check("id", id)
         if id not in self._rows:
             raise BadInput(f"no request {shown(id)} in {self.folder}: "
                            f"{unknown_name(id, list(self._rows)[:20])}")  # fmt: skip
@@ -124,6 +137,7 @@ class Run:
 
     def save(self, folder: str | Path) -> Path:
         """Copies the run's folder, so that it stays. Raises BadInput where something is there."""
+        arguments.check("folder", folder)
         to = Path(folder)
         if to.exists():
             raise BadInput(f"{to}: is there already; allowed: a new folder")
@@ -147,6 +161,7 @@ class Compared:
 
     def __getitem__(self, name: str) -> Tree:
         """A column: `compared["naive"].ratios.ttft_s.p90`. Raises BadInput for none."""
+        arguments.check("name", name)
         if name not in self._columns:
             raise BadInput(f"column: {unknown_name(name, self.names)}")
         found: Tree = self._columns[name]
@@ -154,6 +169,7 @@ class Compared:
 
     def holds(self, condition: str) -> bool:
         """As `--assert`: "pdd.ttft_s.p90 < 0.6 * naive.ttft_s.p90". Raises BadInput."""
+        arguments.check("condition", condition)
         known = [name for names in self._result.names for name in names]
         (verdict,) = self._result.judge([Assertion(condition, known, "condition")])
         return verdict.holds

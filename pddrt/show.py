@@ -33,6 +33,8 @@ from pddrt.units import many as many
 STYLE = {"P": "color(166)", "R": "color(32)", "M": "color(28)"}
 MAX_BAR = 100
 MAX_ROWS = 24
+TOLD = 5
+"""So many of those that did not finish are named, and so many violations."""
 """Up to so many requests the final numbers have a row for each."""
 
 _COMMANDS = re.compile(
@@ -237,11 +239,16 @@ def results(summary: Mapping[str, Any], recorder: Recorder, width: int) -> Itera
         yield _pipeline_table(summary)
         yield Text()
     yield from _totals(summary)
-    for record in list(_lost(recorder))[:5]:
+    lost, broken = list(_lost(recorder)), summary["invariants"]["violations"]
+    for record in lost[:TOLD]:
         yield Text(f"{record.finish_reason or 'not ended'}: {record.id}: {clean(record.detail)}",
                    "bold red")  # fmt: skip
-    for line in summary["invariants"]["violations"][:5]:
+    if len(lost) > TOLD:
+        yield Text(f"and {len(lost) - TOLD:,} more that did not finish", "bold red")
+    for line in broken[:TOLD]:
         yield Text(f"violated: {clean(line)}", "bold red")
+    if len(broken) > TOLD:
+        yield Text(f"and {len(broken) - TOLD:,} more violations", "bold red")
     if line := late(summary):
         yield Text(line, "bold")
     if strangers := summary["provenance"].get("strangers"):
@@ -282,6 +289,12 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[Table]:
             f"link {name}",
             f"{size(link['bytes'])}: KV {size(link['kv_bytes'])}{ids}; "
             f"busy {100 * link['busy_fraction']:.0f} %, at most {many(link['peak_flows'], 'flow')}",
+        )
+    if (faults := summary.get("faults") or {}).get("planned"):  # each may strike often (`rate`)
+        table.add_row(
+            "faults",
+            f"{faults['planned']:,} planned; {many(faults['injected'], 'strike')} took effect, "
+            f"{faults['missed']:,} missed",
         )
     if parity := summary["parity"]:
         verdicts = ("equal", "near_ties", "different")

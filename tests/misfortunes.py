@@ -28,7 +28,7 @@ from pddrt.netem.stream import EmulatedNet
 from pddrt.roles.instance import Instance
 from pddrt.roles.receive import Decoding, Receiver
 from pddrt.roles.send import Sender
-from pddrt.types import MS, KVLayout, Sampling
+from pddrt.types import MS, SECOND, KVLayout, Sampling
 
 if TYPE_CHECKING:
     from .swarm import Case
@@ -410,6 +410,8 @@ def garbage(rng: random.Random, requests: Sequence[str], layout: KVLayout) -> Fr
         for name in MESSAGES[kind]
         if rng.random() < 0.97
     }
+    if about.get("lease_ns") == 1 << 40:  # who asks properly is served, for as long as it asks
+        about["lease_ns"] = 5 * SECOND
     payload = rng.choice([b"", b"x", pack_ids(range(rng.randint(1, 20))), bytes(1024 * 8)])
     return Frame(kind, about, payload)
 

@@ -154,16 +154,9 @@ def resumed_without_its_kv(_resume: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, seq, hit: _resume(self, seq, max(hit, seq.computed))
 
 
-@plant(Instance, "_freed", "pages that can be had again wake nobody who waits for them")
-def lost_wake_up_for_pages(_freed: Callable[..., Any]) -> Callable[..., Any]:
-    def planted(self: Instance, request: str, pages: int | None) -> None:
-        self._admit = lambda: False  # type: ignore[method-assign]
-        try:
-            _freed(self, request, pages)
-        finally:
-            del self.__dict__["_admit"]
-
-    return planted
+@plant(Instance, "_roomier", "pages that can be had again wake nobody who waits for them")
+def lost_wake_up_for_pages(_roomier: Callable[..., Any]) -> Callable[..., Any]:
+    return nothing
 
 
 # -- transfers -------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import yaml
+
 from . import fleet
 from .coverage import Coverage
 from .kept import KeptTrace
@@ -189,18 +191,36 @@ def _flat(value: Any) -> str:
 
 def _play_one(options: argparse.Namespace) -> int:
     """One case, here, with its events in a file."""
-    case = draw(options.start) if options.case is None else Case.parse(options.case.read_text())
-    file = None if options.trace is None else options.trace.open("w")
     try:
-        failed = failure(case, KeptTrace(file))
+        case = draw(options.start) if options.case is None else _case(options.case)
+        file = None if options.trace is None else options.trace.open("w")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no case
+        say(f"swarm: {' '.join(str(error).split())[:300]}")
+        return 2
+    trace = KeptTrace(file)
+    try:
+        failed = failure(case, trace)
     finally:
         if file is not None:
+            trace.flush()
             file.close()
     if options.json:
         print(json.dumps({"seed": case.seed, "failure": failed, "case": case.to_text()}))
     else:
         print(case.to_text(), failed or "nothing wrong", sep="\n")
     return int(bool(failed))
+
+
+def _case(file: Path) -> Case:
+    """Raises OSError, or ValueError where there is no case in it."""
+    text = file.read_text()
+    try:
+        return Case.parse(text)
+    except (AttributeError, KeyError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{file}: found no case ({type(error).__name__}: {error}); allowed: what a failing "
+            "seed has printed"
+        ) from None
 
 
 # -- mutants ---------------------------------------------------------------------------------------

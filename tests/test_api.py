@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,6 @@ def test_requests_and_events_are_those_of_the_files(run: pddrt.Run) -> None:
     kinds = {event["event"] for event in events}
     for kind in kinds:
         assert run.events_table(kind, "rows") == [e for e in events if e["event"] == kind]
-    assert run.events_table("Nothing", "rows") == []
     assert run.request("s1.1") == requests[3]
     assert run.request("s0.0").ttft_legs.transfer == requests[0]["ttft_legs"]["transfer"]
     with pytest.raises(BadInput, match="no request 's9'"):
@@ -216,6 +216,42 @@ def test_bad_input_is_raised(scenario: Any, fields: Json, message: str) -> None:
     with pytest.raises(BadInput) as raised:
         pddrt.run(scenario, **fields)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pddrt.run(None), "scenario: found None; allowed: a path, YAML as text"),
+        (lambda: pddrt.run(0), "scenario: found 0 (int); allowed: a path"),
+        (lambda: pddrt.run(SCENARIO, 5), "overrides: found 5 (int); allowed: a mapping"),
+        (lambda: pddrt.run(SCENARIO, {5: 1}), "overrides: found a dict; allowed: a mapping whose"),
+        (lambda: pddrt.run(SCENARIO, prompt=5), "prompt: found 5 (int); allowed: a text"),
+        (lambda: pddrt.run(SCENARIO, listen=3), "listen: found 3 (int); allowed: a function"),
+        (lambda: pddrt.run(SCENARIO, seed="3"), "seed: found '3' (str); allowed: a whole number"),
+        (lambda: pddrt.run(SCENARIO, out=3), "out: found 3 (int); allowed: a path"),
+        (lambda: pddrt.open(7), "folder: found 7 (int); allowed: a path"),
+        (lambda: pddrt.compare(SCENARIO, policies="pdd,naive", repeat=0), "repeat: found 0; allow"),
+        (lambda: pddrt.compare(SCENARIO, vary={"wan.rate": "1..2"}), "vary '1..2': found a range"),
+        (lambda: pddrt.compare(SCENARIO), "nothing to compare it with; allowed: at least two"),
+        (lambda: pddrt.compare(SCENARIO, policies=5), "policies: found 5 (int); allowed: a text"),
+        (lambda: pddrt.sweep(SCENARIO, vary={"seed": "1,2"}, jobs=0), "jobs: found 0; allowed"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_by_name(
+    call: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(BadInput) as raised:
+        call()
+    assert message in str(raised.value)
+    assert "--" not in str(raised.value)
+
+
+def test_kinds_of_events_that_are_none_are_refused(run: pddrt.Run) -> None:
+    with pytest.raises(BadInput, match="kind: found 'KVSend', did you mean 'KVSent'"):
+        run.events_table("KVSend", "rows")
+    with pytest.raises(BadInput, match=r"kind: found 5 \(int\)"):
+        run.events_table(5, "rows")  # type: ignore[arg-type]
+    assert run.events_table("InstanceCrashed", "rows") == []
 
 
 def test_the_given_data_is_left_as_it_was() -> None:

@@ -107,6 +107,19 @@ def test_json_is_the_summary_and_nothing_else(call: Call) -> None:
     assert saved("here")["seed"] == 5
 
 
+def test_what_a_policy_prints_is_not_in_the_json(call: Call) -> None:
+    Path("mine.py").write_text(
+        "class Mine:\n    pipelines = ('P-MD',)\n    def route(self, facts):\n"
+        "        print('routing')\n        prefill, main = facts.pick_pair()\n"
+        "        return facts.route('', prefill=prefill, main=main)\n"
+    )
+    done = call(
+        "run", "small.yaml", "--json", "--out", "here", "--set", "pipeline.policy=mine:Mine"
+    )
+    assert json.loads(done.out) == saved("here")
+    assert "routing" in done.err
+
+
 def test_a_prompt_of_ones_own(call: Call) -> None:
     done = call("run", "small.yaml", "--prompt", "[red]Why[/red] \x1b[31m:smile:?", "--verify")
     assert done.code == 0

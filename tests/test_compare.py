@@ -21,6 +21,7 @@ from pddrt import cli, document
 from pddrt.comparing import page as compare_page
 from pddrt.comparing import show as compare_show
 from pddrt.comparing.assertions import Assertion
+from pddrt.comparing.axes import values
 from pddrt.comparing.columns import FILE, Comparison, columns
 from pddrt.comparing.contrast import mean, ratios
 from pddrt.comparing.pairing import Outcome, other_prompt, pairs
@@ -229,6 +230,37 @@ def test_the_grid_is_the_product(small: str) -> None:
     assert (last.pipeline.policy, last.links["wan"].rate, last.seed) == ("naive", 125_000_000, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1..2:x1.0000001 Mbit/s", "a range of more than 1000 values"),
+        ("1..1e3:x2", "a range with an exponent"),
+        ("1..1001:1", "a range of more than 1000 values"),
+        ("1..1.0000001:x1.00000000001, 2", "a range of more than 1000 values"),
+        (f"1..1.{'0' * 300}9:x1.{'0' * 300}1", "more than 1000 digits"),
+        ("20..inf:1", "a range without an end"),
+        ("nan..2:1", "a range without an end"),
+        ("20..400 Mbit/s", "a range without a step"),
+        ("1 Mbit/s..2 Mbit/s:x2", "a range with a unit before its dots"),
+        ("-1..4:1", "a range with a sign"),
+        ("..5:1", "a range with nothing before its dots"),
+        ("1..", "a range with no number after its dots"),
+        ("3..1:1", "a range that does not grow"),
+        ("1..4:y", "a range whose step is no positive number"),
+        ("(1,2 Mbit/s", "a bracket that is not closed"),
+    ],
+)
+def test_a_range_that_is_none_says_why_at_once(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=f"^--vary '.*found .*{re.escape(said)}"):
+        values(text)
+
+
+def test_a_range_may_be_as_long_as_the_limit() -> None:
+    assert values("1..1000:1 /s")[-1] == "1000/s"
+    assert values("1..1024:x2")[-1] == "1024"
+    assert values("../a.csv,../5") == ["../a.csv", "../5"]
+
+
 def test_values_may_hold_commas_inside_brackets_and_quotes(small: str) -> None:
     vary = ["workload.prompt_tokens={min: 9, max: 10}, 20", "workload.system='a, b',it's"]
     asked = [c.scenario.workload for c in columns(small, vary=vary)]
@@ -393,6 +425,40 @@ def test_ctrl_c_saves_what_was_measured(
     assert [c["state"] for c in table["columns"]] == states
     assert table["interrupted"] is True
     assert f"{table['columns'][-1]['name']}: not run" in done.out
+
+
+@pytest.mark.parametrize("policies", ["pdd,pdd", "pdd,naive"])
+def test_nothing_is_held_against_a_column_that_was_interrupted(
+    call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, policies: str
+) -> None:
+    execute, begun = Run.execute, []
+
+    def pressed(self: Run, *args: Any) -> Any:
+        begun.append(self)
+        heard = iter(range(60))
+        self.listen(
+            lambda event: (
+                self.interrupt()
+                if len(begun) == 2 and isinstance(event, TokensReceived) and next(heard) == 50
+                else None
+            )
+        )
+        return execute(self, *args)
+
+    monkeypatch.setattr(Run, "execute", pressed)
+    done = call("--policies", policies, "--out", "here")
+    assert done.code == 130
+    assert "interrupted: " in done.out.splitlines()[1]
+    assert "stopped (" in done.out.splitlines()[1]
+    assert "x (" not in done.out
+    table = json.loads(Path("here", FILE).read_text())
+    base, here = table["columns"]
+    assert base["ratios"]["ttft_s"]["mean"] == 1
+    assert (here["ratios"], here["intervals"]) == (None, None)
+    assert 0 < here["pairs"]["ttft"]["compared"] < base["requests"]["finished"]
+    if policies == "pdd,pdd":
+        assert here["pairs"]["ttft"]["same"] == here["pairs"]["ttft"]["compared"]
+    assert "stopped (" in Path("here/compare.html").read_text()
 
 
 def test_the_table_fits(small: str) -> None:

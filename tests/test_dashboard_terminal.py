@@ -424,6 +424,7 @@ def test_a_recorded_run_can_be_watched_again(sessions: list[Session], folder: Pa
         ([], "watch: stdout is not a terminal; see `pddrt inspect` and `pddrt report`"),
         (["--pace", "-1"], "--pace: found -1; allowed: a number above 0"),
         (["--from", "3"], "--from: found '3', a number without a unit"),
+        (["--from", "1e9 s"], "--from: found 1e9 s; allowed: up to 2.5 s, the last event"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(
@@ -431,6 +432,9 @@ def test_what_cannot_be_watched_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "events.jsonl").write_text(
+        ev.to_line(ev.InstanceReturned(2_500_000_000, "md0")) + '\n{"event":"Ins'
+    )
     monkeypatch.setattr(sys, "argv", ["pddrt", "watch", str(tmp_path), *options])
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -28,6 +28,7 @@ from pddrt.policy.handoff import (
 from pddrt.protocol import MainSide
 from pddrt.roles.decode import Decoder
 from pddrt.roles.receive import Decoding
+from pddrt.stalls import could_enter
 from pddrt.types import MS, SECOND, US, Drawn, Ns, Sampling, Span
 from pddrt.workload import Session, Turn
 
@@ -306,3 +307,42 @@ def test_what_was_rebuilt_from_the_cache_is_rebuilt_again_where_it_is_not_the_an
         lost = [e for e in played.events(ev.Preempted) if isinstance(e, ev.Preempted)]
         rebuilt |= {(e.t, e.request) for e in back if e.back} & {(e.t, e.request) for e in lost}
     assert rebuilt
+
+
+def test_who_waits_for_memory_and_then_wants_less_is_let_in() -> None:
+    """MD gives up an id of its own while it lacks memory for just one."""
+    lacked: dict[str, Ns] = {}
+
+    async def shove(deployment: Deployment) -> None:
+        """Takes MD's memory away when it has gone ahead of what it was told, and all but one page
+        of what it would need for that.
+        """
+        (md,) = (i for i in deployment.instances if isinstance(i, Decoder) and i.letter == "M")
+        env = deployment.env
+        while env.now() < 3 * SECOND:
+            await env.sleep(MS)
+            assert could_enter(md) is None
+            for entry in list(md._entries.values()):
+                side, seq = entry.side, md.sched.sequences.get(entry.request)
+                told = len(side.told) if isinstance(side, MainSide) else 0
+                if told and seq and not seq.in_step and len(side.ids) > told:
+                    md.preempt(entry.request)
+                    spare = md.memory.num_pages - md.memory.used
+                    stranger = f"stranger {env.now()}"
+                    md.occupy(stranger, spare - len(seq.ids) + 1)
+                    env.call_at(env.now() + 80 * MS, md.vacate, stranger)
+                    lacked.setdefault(entry.request, env.now())
+
+    cluster = paced(
+        Overlap(1, 32, 9),
+        main_engine=Wavering,
+        page_tokens=1,
+        pages=2000,
+        max_batch=1,
+        delay=20 * MS,
+    )
+    played = cluster.play(many(2, 100, 120), shove)
+    played.assert_sound()
+    let_in = {(e.t, e.request) for e in played.events(ev.Admitted) if isinstance(e, ev.Admitted)}
+    back = [e for e in played.events(ev.HandoffTaken) if isinstance(e, ev.HandoffTaken) and e.back]
+    assert any((e.t, e.request) in let_in and e.t > lacked.get(e.request, e.t) for e in back)

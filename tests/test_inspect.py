@@ -131,7 +131,9 @@ def test_columns_limit_and_json(call: Call, storm: Path) -> None:
     assert json.loads(whole.out) == sorted(there, key=lambda r: -r["e2e_s"])[:3]
     some = call(storm, "--json", "--columns", "turn", "--where", "turn = 1")
     assert json.loads(some.out) == [{"id": r["id"], "turn": 1} for r in rows if r["turn"] == 1]
-    assert "ttft_legs.prefill" in call(storm, "--columns", "?").out.split()
+    fields = call(storm, "--columns", "?").out.split()
+    assert "ttft_legs.prefill" in fields
+    assert json.loads(call(storm, "--json", "--columns", "?").out) == fields
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 160])
@@ -155,7 +157,8 @@ def test_a_narrow_table_spares_what_can_be_spared(storm: Path, width: int) -> No
         (["--columns", "nothing.at.all"], "--columns: found 'nothing.at.all'"),
         (["--columns", ","], "--columns: found nothing"),
         (["s99.0"], r"no request 's99.0'; there are s"),
-        (["--until", "0"], "found event 0; allowed: 1 to"),
+        (["--where", "token_source ~ R"], "'token_source', which is no field; nearest: tokens"),
+        (["--until", "0"], "--until: found event 0; allowed: 1 to"),
         (["--until", "99999999"], "allowed: 1 to"),
         (["--until", "s0.0:Handof"], "no kind of event; nearest: Handoff"),
         (["--until", "s0.0:Admitted#99"], "there is no Admitted of s0.0 #99"),
@@ -281,6 +284,18 @@ def test_a_walk_ends_with_the_run_or_with_its_commands(call: Call, rounds: Path)
     assert f"that was the last event, {total:,}" in done.out
     assert call(rounds, "--step", stdin="").code == 0
     assert stops(call(rounds, "--step", stdin="").out) == [(1, "RunStarted")]
+
+
+@pytest.mark.parametrize("command", ["c", "n 99999999", "s s0.0"])
+def test_who_goes_too_far_stops_at_the_last_event(call: Call, rounds: Path, command: str) -> None:
+    total = len(lines_of(rounds, "events.jsonl"))
+    commands = f"{command}\nn\nc\np rld\ne\n"
+    done = call(rounds, "--step", "--until", str(total - 2), stdin=commands)
+    assert [number for number, _ in stops(done.out)] == [total - 2, total]
+    assert "n: this is the last event; q leaves" in done.out
+    assert "c: this is the last event; q leaves" in done.out
+    assert "p: there is no 'rld' now; nearest: rld0" in done.out
+    assert lines_of(rounds, "events.jsonl")[-1]["event"] in done.out.partition("> e\n")[2]
 
 
 def test_the_same_run_again_is_the_same_to_the_byte(call: Call, rounds: Path) -> None:

@@ -154,6 +154,8 @@ WRONG = [
     ("rate: {a>b: 1 Mbit/s, b-a: 1 Mbit/s}", "links.wan.rate: found 'a>b', 'b-a'; allowed"),
     ("rate: {a>b: 1 Mbit/s, b>c: 1 Mbit/s}", "links.wan.rate: found a>b, b>c; allowed: a>b"),
     ("jitter: 1 ms", "links.wan.jitter: found 1 ms with a delay of 0, which has no room for it"),
+    ("profile: mobile, delay: 0 ms", "links.wan.delay: found 0 beside the profile's jitter of 4"),
+    ("delay: {a>b: 0 s, b>a: 9 ms}, jitter: 1 ms", "links.wan.jitter: found 1 ms with a delay"),
     ("delay: 9 ms, jitter: {deviation: 1 ms, shape: gamma}", "links.wan.jitter.shape: found"),
     ("delay: 9 ms, jitter: {shape: normal}", "links.wan.jitter.deviation: missing; needed: a time"),
     ("profile: moon", "links.wan.profile: found 'moon'; allowed: metro, cross-country"),

@@ -256,7 +256,9 @@ def test_a_wait_is_the_work_that_waits_and_ones_own_at_the_pace_of_first_tokens(
     assert door.forecast(700) == (FEW + 7) * 10 * MS, "a longer prompt takes longer"
     told = door.refusal(1, 1000, 100)
     assert told is not None
-    assert told.detail == "overloaded: the first token would take 0.050 s of 0.05 s"
+    assert told.detail == (
+        "overloaded: the first token would take 0.050 s, more than 0.04 s (80 % of 0.05 s)"
+    )
     assert told.retry_after == 50 * MS - int(MARGIN * 50 * MS)
     door.left("7")
     assert door.refusal(1, 1000, 100) is None, "few wait"

@@ -492,6 +492,9 @@ def test_the_policy_in_the_docs_runs_as_it_stands(tmp_path: Path) -> None:
     assert set(result.summary["pipelines"]) == {"P", "P-MD", "P-RLD-MD"}
 
 
+BOTH = "prefill=facts.prefills[0], main=facts.mains[0]"
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -499,6 +502,24 @@ def test_the_policy_in_the_docs_runs_as_it_stands(tmp_path: Path) -> None:
         ("return 'P-MD'", "what Mine.route returned is wrong: found 'P-MD'"),
         ("return facts.route('', relay=facts.relays[0])", "wrong: there is no pipeline RLD"),
         ("return facts.route('', main=facts.relays[0])", "rld is no main instance that can be"),
+        (
+            f"return facts.route(None, {BOTH})",
+            "mypolicy.py:4: what Mine.route returned is wrong: found reason None; allowed: a text",
+        ),
+        (f"return facts.route('\\ud800', {BOTH})", "reason '\\ud800'; allowed: a text without"),
+        (
+            f"import dataclasses; return dataclasses.replace(facts.route('', {BOTH}), held=1)",
+            "found held 1; allowed: True or False",
+        ),
+        (
+            "return facts.route('', main=facts.mains[0])",
+            "mypolicy.py:4: what Mine.route returned is "
+            "wrong: found pipeline MD; allowed: what Mine.pipelines says: P-MD, P-RLD-MD",
+        ),
+        (
+            "from pddrt.policy.route import NoRoute; raise NoRoute('\\ud800')",
+            "mypolicy.py:5: Mine.route raised NoRoute('\\ud800'); allowed: a text without lone",
+        ),
     ],
 )
 def test_a_mistake_of_the_users_names_its_class_and_line(

@@ -573,6 +573,10 @@ def test_a_profile_gives_what_is_not_asked_for_and_is_told(call: Call, tmp_path:
         ((*ASKED, "--shape", "gamma"), "--shape: found 'gamma'; allowed: log-normal, normal"),
         ((*ASKED, "--correlation", "0 s"), "--correlation: found 0 s; allowed: above zero"),
         (("--rate", "1 MB/s", "--bytes", "1MB", "--jitter", "1 ms"), "--jitter: found it with a"),
+        (
+            ("--profile", "mobile", "--tcp", "none", "--bytes", "178KB", "--delay", "0ms"),
+            "--delay: found 0ms beside the profile's jitter of 4 ms, which has no room in it",
+        ),
     ],
 )
 def test_what_makes_no_sense_of_these_is_refused(
@@ -581,6 +585,41 @@ def test_what_makes_no_sense_of_these_is_refused(
     code, out, err = call(*args)
     assert (code, out) == (2, "")
     assert err.startswith(f"pddrt: {message}")
+
+
+def test_without_tcp_what_needs_one_is_refused(call: Call) -> None:
+    none = (*ASKED, "--tcp", "none")
+    for option, value in (
+        ("--loss", "1%"), ("--queue", "1MB"), ("--aqm", "codel"), ("--streams", "2"),
+        ("--send-buffer", "1MB"), ("--profile", "lossy"),
+    ):  # fmt: skip
+        code, out, err = call(*none, option, value)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"pddrt: {option}: found ")
+        assert err.endswith("with --tcp none; needed: --tcp reno | cubic | bbr\n")
+    assert call(*none)[0] == 0
+
+
+def test_a_window_that_binds_is_said_to(call: Call) -> None:
+    asked = ("--rate", "1 Gbit/s", "--delay", "20 ms", "--bytes")
+    _, out, _ = call(*asked, "100MB")
+    assert out.endswith(
+        "--receive-buffer: found 4 MiB, which limits a flow to 564 Mbit/s: 2.82 MB in each round "
+        "trip of 40 ms\n"
+    )
+    assert "limits" not in call(*asked, "100KB")[1]
+    assert "limits" not in call(*asked, "100MB", "--streams", "2")[1]
+    code, _, err = call("--rate", "1Tbit/s", "--delay", "2 s", "--bytes", "100GB")
+    assert code == 2
+    assert err.startswith("pddrt: --receive-buffer: found 4 MiB, which limits a flow to 5.64 Mbit")
+
+
+def test_one_fault_is_said_once_and_by_its_own_option(call: Call) -> None:
+    code, _, err = call("--profile", "/no/such.yaml", "--bytes", "1MB")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("pddrt: --profile: ")
+    _, _, err = call(*ASKED, "--overhead", "1GB")
+    assert err == "pddrt: --overhead: found 1GB; allowed: up to 1448 B\n"
 
 
 def test_a_link_that_stays_closed_is_said_to(tmp_path: File, call: Call) -> None:
@@ -613,10 +652,19 @@ def test_a_profile_is_shown_made_and_written(
     }
     _, out, _ = profile("mobile", "--json")
     facts = json.loads(out)["mobile"]
-    assert facts["rate"] == "min 0, mean 23.78 Mbit/s, max 52 Mbit/s"
-    for name in ("m.yaml", "m.csv"):
-        assert profile("mobile", "--out", str(tmp_path / name))[0] == 0
-        assert facts["rate"] in profile(str(tmp_path / name))[1]
+    assert facts["rate_bytes_per_s"] == {"min": 0, "mean": 2_971_875, "max": 6_500_000}
+    assert facts["delay_s"]["max"] == 0.09
+    assert (facts["jitter_s"], facts["duration_s"], facts["segments"]) == (0.004, 60, 32)
+    lost = {"m.yaml": "", "m.csv": "the jitter (4 ms)", "m.mm": "the delay (30 ms), the jitter"}
+    for name, missing in lost.items():
+        code, _, err = profile("mobile", "--out", str(tmp_path / name))
+        assert code == 0
+        assert err.startswith("written to ")
+        assert (f"without {missing}" in err) if missing else ("without" not in err)
+        shown = "mean 23.78 Mbit/s" if name != "m.mm" else "rate"
+        assert shown in profile(str(tmp_path / name))[1]
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbftime (s),rate (Mbit/s)\n0,8\n")
+    assert "8 Mbit/s" in profile(str(tmp_path / "bom.csv"))[1]
     ping, iperf = tmp_path / "ping", tmp_path / "iperf"
     ping.write_text("time=10.0 ms\ntime=12.0 ms\n")
     iperf.write_text('{"intervals": [{"sum": {"seconds": 1, "bytes": 1000000}}]}')

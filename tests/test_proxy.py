@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from pddrt import cli
+from pddrt.commands.proxy import _shows as shows
 from pddrt.errors import BadInput, CannotRun
 from pddrt.netem import proxy as proxy_module
 from pddrt.netem import proxy_file
@@ -379,10 +384,11 @@ def test_a_stall_holds_data_back_and_its_sender_too_and_ends_with_the_toxic() ->
             data = payload(30_000_000)
             sending = asyncio.create_task(client.send(data))
             before = -1
-            while lab.proxy.transferred[0] != before or not before:
-                before = lab.proxy.transferred[0]
+            while lab.proxy.held != before or not before:
+                before = lab.proxy.held
                 await lab.env.sleep(20 * MS)
             assert before <= 2 << 20
+            assert lab.proxy.transferred == (0, 0)  # read, and not passed on
             lab.proxy.remove_toxic("timeout_upstream")
             assert await server.exactly(len(data)) == data
             await sending
@@ -642,6 +648,54 @@ def test_everything_wrong_with_a_file_is_said_with_its_line(
         assert any(f"bad.yaml:{line}:" in text and what in text for text in said), (line, what)
 
 
+def test_a_link_of_a_proxy_is_between_its_own_ends(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "proxies:\n  db:\n    listen: :0\n    upstream: a:1\n    rate: {a>b: 1 MB/s}\n"
+        "    between: [a, b]\n"
+    )
+    with pytest.raises(BadInput) as caught:
+        proxy_file.read(file)
+    rate, between = caught.value.problems
+    assert rate.endswith("one for each way: {client>upstream: ..., upstream>client: ...}")
+    assert "between: found an unknown field" in between
+    file.write_text('proxies:\n  "a\\0b": {listen: ":0", upstream: "a:1"}\n')
+    with pytest.raises(BadInput, match="a printable name"):
+        proxy_file.read(file)
+
+
+@pytest.mark.parametrize(
+    ("width", "term", "live"), [(120, "xterm", True), (79, "xterm", False), (120, "dumb", False)]
+)
+def test_a_narrow_or_dumb_terminal_gets_plain_lines(width: int, term: str, live: bool) -> None:
+    async def main() -> None:
+        async with proxy_lab() as lab:
+            out = io.StringIO()
+            env = {"TERM": term}
+            console = Console(
+                file=out, force_terminal=True, width=width, color_system=None, _environ=env
+            )
+            show = shows(console)
+            show(lab.proxies, SECOND, False)
+            show(lab.proxies, 2 * SECOND, True)
+            assert ("1.0 s  db: 0 open of 0" in out.getvalue()) is not live
+            assert ("late p99" in out.getvalue().split("\n")[0]) or not live
+
+    run(main)
+
+
+def test_a_file_without_proxies_needs_a_control_interface(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "none.yaml"
+    file.write_text("proxies: {}\n")
+    monkeypatch.setattr(sys, "argv", ["pddrt", "netem", "proxy", "--file", str(file)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "found no proxies and no api" in capsys.readouterr().err
+
+
 def test_options_are_checked_as_a_file_is() -> None:
     given = {"listen": ":0", "upstream": "h:1", "rate": "1 MB/s", "rate_down": "2 MB/s"}
     (spec,) = proxy_file.of_options(given).proxies
@@ -660,6 +714,24 @@ def test_options_are_checked_as_a_file_is() -> None:
             proxy_file.of_options(asked)
         assert sorted(text.split(":")[0] for text in caught.value.problems) == options
         assert "proxies" not in str(caught.value)
+
+
+def test_a_delay_of_nothing_is_no_room_for_a_profiles_jitter() -> None:
+    given = {"listen": ":0", "upstream": "h:1", "profile": "mobile"}
+    with pytest.raises(BadInput, match=r"^--delay: found 0 beside the profile's jitter of 4 ms"):
+        proxy_file.of_options(given | {"delay": "0 ms"})
+    (spec,) = proxy_file.of_options(given | {"delay_down": "9 ms"}).proxies
+    up, down = spec.link.toward("client", "upstream"), spec.link.toward("upstream", "client")
+    assert (up.delay, down.delay) == (30 * MS, 9 * MS)
+
+
+def test_where_no_host_is_given_only_this_machine_is_let_in() -> None:
+    async def main() -> None:
+        async with proxy_lab() as lab:
+            made = await lab.proxies.add(ProxySpec("any", ":0", lab.proxy.upstream))
+            assert made.listen.startswith("127.0.0.1:")
+
+    run(main)
 
 
 def test_tcp_and_loss_are_part_of_the_link_and_no_byte_is_lost() -> None:

@@ -257,8 +257,10 @@ GARBAGE = (
 )
 
 
-def test_garbage_and_browsers_are_turned_away_and_the_service_goes_on() -> None:
-    def check(where: tuple[str, int], _lab: ProxyLab, _ask: Any) -> None:
+def test_garbage_and_browsers_are_turned_away_and_the_service_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def check(where: tuple[str, int], lab: ProxyLab, _ask: Any) -> None:
         for garbage in GARBAGE:
             with socket.create_connection(where, 5) as client:
                 client.sendall(garbage)
@@ -266,9 +268,39 @@ def test_garbage_and_browsers_are_turned_away_and_the_service_goes_on() -> None:
                 client.settimeout(10)
                 while client.recv(1 << 16):
                     pass
+        assert lab.said == ["the control interface refused what is no HTTP request"]
+        assert capsys.readouterr().err == ""
         agent = {"User-Agent": "Mozilla/5.0"}
         assert call(where, "GET", "/proxies", **agent)[0] == 403
         assert call(where, "GET", "/proxies")[0] == 200
+
+    with_interface(check)
+
+
+def test_a_move_to_an_address_that_is_taken_changes_nothing() -> None:
+    def check(where: tuple[str, int], lab: ProxyLab, _ask: Any) -> None:
+        before = call(where, "GET", "/proxies/db")[1]
+        taken = f"{where[0]}:{where[1]}"
+        status, said = call(where, "POST", "/proxies/db", {"listen": taken, "upstream": "h:1"})
+        assert status == 500
+        assert "cannot listen" in said["error"]
+        assert call(where, "GET", "/proxies/db")[1] == before
+        assert before["enabled"]
+        socket.create_connection(parse_address(lab.proxy.listen), 5).close()
+
+    with_interface(check)
+
+
+def test_a_toxic_of_misspelt_attributes_and_a_name_that_is_none_are_refused() -> None:
+    def check(where: tuple[str, int], _lab: ProxyLab, _ask: Any) -> None:
+        misspelt = {"type": "latency", "attributes": {"latncy": 5}}
+        status, said = call(where, "POST", "/proxies/db/toxics", misspelt)
+        assert status == 400
+        assert "latency has the attributes latency, jitter" in said["error"]
+        more = {"type": "latency", "attributes": {"latency": 5, "else": 1}}
+        assert call(where, "POST", "/proxies/db/toxics", more)[0] == 200
+        asked = {"name": "a\0b", "listen": ":0", "upstream": "h:1"}
+        assert call(where, "POST", "/proxies", asked)[0] == 400
 
     with_interface(check)
 

@@ -496,6 +496,15 @@ def test_lost_requests_and_violations_are_named() -> None:
     text = "\n".join(shown(console(), show.results(numbers, recorder, 80)))
     assert "aborted: s1.0: lost ␛[1mmd0" in text
     assert "violated: a request never ended: s2.0" in text
+    assert "more that" not in text
+    recorder = ran(*(request(f"s{n}.0", reason="rejected", detail="full") for n in range(9)))
+    numbers = facts(recorder, broken=[f"v{n}" for n in range(7)])
+    numbers["faults"] = {"planned": 3, "injected": 2, "missed": 1}
+    text = "\n".join(shown(console(), show.results(numbers, recorder, 80)))
+    assert text.count("rejected: s") == 5
+    assert "and 4 more that did not finish" in text
+    assert "and 2 more violations" in text
+    assert re.search("faults +3 planned; 2 strikes took effect, 1 missed", text)
 
 
 def test_a_run_that_never_began_has_numbers_too() -> None:

@@ -244,3 +244,26 @@ def test_an_unread_stream_stops_at_send_buffer_propagation_and_receive_buffer() 
             await asyncio.wait([talking])
 
     on("sim", main)
+
+
+def test_an_end_that_overtakes_the_answer_fails_the_connect() -> None:
+    """Who is called answers over a link that is down, and ends the connection before it is up."""
+
+    async def main() -> None:
+        async with lab("sim", world(rate=MB, delay=MS)) as here:
+
+            async def serve(connection: Connection) -> None:
+                await here.env.sleep(5 * MS)
+                connection.abort()
+
+            await here.net.listen("gw", serve)
+            way = ("a", "b") if here.net.topology.sites["gw"] == "a" else ("b", "a")
+            here.net.set_rate("wan", 0, way)
+            connecting = asyncio.create_task(here.net.connect("m", "gw"))
+            await here.env.sleep(10 * MS)
+            assert not connecting.done()
+            here.net.set_rate("wan", MB)
+            with pytest.raises(ConnectionLost):
+                await asyncio.wait_for(connecting, 1)
+
+    on("sim", main)

@@ -5,17 +5,20 @@ reason are no stalls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 
 from pddrt import trace as ev
+from pddrt.deployment import Deployment
 from pddrt.invariants import Violation
+from pddrt.kv.memory import KVMemory
 from pddrt.policy.handoff import CatchUp
-from pddrt.policy.route import Naive, Pdd
+from pddrt.policy.route import Alone, Naive, Pdd
 from pddrt.roles.instance import Instance
 from pddrt.sched import Admission, Batch, Scheduler
-from pddrt.stalls import PATIENCE
+from pddrt.stalls import PATIENCE, could_enter
 from pddrt.types import MS, SECOND
 from pddrt.workload import Session, Turn
 
@@ -136,3 +139,89 @@ def test_copies_that_are_given_back_let_in_who_waits_for_pages() -> None:
     let_in = {e.t for e in of(played, ev.Admitted, instance="p0")}
     copies = {e.t for e in of(played, ev.PagesFreed, instance="p0", over=False)}
     assert let_in & copies
+
+
+def test_what_gives_way_in_the_middle_of_a_step_lets_in_whoever_fits() -> None:
+    """Its pages are there for all that wait, though no request has ended and others are stepped."""
+    shoved: list[int] = []
+
+    async def shove(deployment: Deployment) -> None:
+        (md,) = (i for i in deployment.instances if i.name == "md0")
+        while deployment.env.now() < 3 * SECOND:
+            await deployment.env.sleep(7 * MS)
+            idle = [s for s in md.sched.sequences.values() if not s.in_step]
+            if idle and len(md.sched.sequences) > len(idle) and len(md.admission):
+                md.preempt(idle[0].request)
+                shoved.append(deployment.env.now())
+                await deployment.env.sleep(1)
+                assert could_enter(md) is None
+
+    cluster = Cluster(policy=Naive(), pages_of={"md0": 40}, max_batch=1, deadline=60 * SECOND)
+    played = cluster.play(many(8, 150, 60), shove)
+    played.assert_sound()
+    assert {e.t for e in of(played, ev.Admitted, instance="md0")} & set(shoved)
+
+
+def test_what_gives_way_with_more_than_is_wanted_leaves_the_rest_to_others() -> None:
+    """Who grows takes one page of the two; the next in the queue has the other, at once."""
+    cluster = Cluster(
+        policy=Alone("prefill"), pages_of={"p0": 9}, max_batch=1, deadline=60 * SECOND
+    )
+    played = cluster.play(many(6, 32, 60))
+    played.assert_sound()
+    gave_way = {e.t for e in of(played, ev.Preempted, instance="p0")}
+    assert gave_way & {e.t for e in of(played, ev.Admitted, instance="p0")}
+
+
+def test_a_lesson_gives_way_between_two_of_its_steps() -> None:
+    """To a request that came while one was running; not only when all of it is learnt."""
+
+    async def learn(deployment: Deployment) -> None:
+        (p,) = (i for i in deployment.instances if i.name == "p0")
+        p.learn("old", list(range(200)), 0)
+
+    played = Cluster(pages_of={"p0": 15}, chunk_tokens=8).play(many(1, 150, 5), learn)
+    played.assert_sound()
+    (let_in,) = (e.t for e in of(played, ev.Admitted, instance="p0"))
+    first = of(played, ev.Step, instance="p0")[0]
+    assert first.start_ns < let_in == first.t
+    assert not of(played, ev.Learnt, request="old")
+
+
+def test_whatever_makes_room_is_told_and_nothing_else() -> None:
+    """By the memory itself, whichever call it was: no caller has to know."""
+    rng, told, made_room = Random(1), list[str](), set[str]()
+    memory = KVMemory(24, 4, "", roomier=lambda: told.append("roomier"))
+    ids_of: dict[str, list[int]] = {}
+    over: set[str] = set()
+    for number in range(4000):
+        call = rng.choice(["reserve", "copied", "keep", "pin", "unpin", "release", "grow"])
+        holders, used = memory.holders, memory.used
+        request = rng.choice(holders) if holders else ""
+        told.clear()
+        if call == "reserve":
+            ids = [rng.randrange(3)] * rng.randrange(1, 20)  # many begin alike
+            if memory.reserve(f"r{number}", ids, len(ids) + 1):
+                ids_of[f"r{number}"] = ids
+        elif not request:
+            continue
+        elif call == "unpin" and memory.pool.pinned(request):
+            memory.unpin(request)
+        elif request in over:  # and lives on with its pin only
+            continue
+        elif call == "copied" and memory.tail(request):
+            memory.copied(request)
+        elif call == "keep" and not memory.tail(request):
+            memory.keep(request, ids_of[request][: memory.whole(len(ids_of[request]))])
+        elif call == "pin":
+            memory.pin(request)
+        elif call == "release":
+            over.add(request)
+            memory.release(request)
+        elif call == "grow":
+            memory.grow(request, len(ids_of[request]) + rng.randrange(9))
+        assert bool(told) == (memory.used < used), call
+        if told:
+            made_room.add(call)
+    assert made_room == {"copied", "keep", "unpin", "release"}
+    memory.check()

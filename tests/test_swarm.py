@@ -232,6 +232,24 @@ def test_a_seed_that_fails_is_told_with_the_command_that_plays_it_again(
         assert manner(failure(small)) == manner(told["failure"])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "No such file"), ("a: [1]", "found no case"), ("a: [1", "found no case"),
+     ("hello", "found no case")],
+)  # fmt: skip
+def test_a_case_that_is_none_is_refused_in_one_line(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "case.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["swarm", "--case", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("swarm: ")
+    assert said in line
+    assert main(["swarm", "--trace", str(tmp_path / "nowhere" / "x")]) == 2
+
+
 def test_unknown_bugs_and_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mutants", "nonsense"]) == 2
     assert "allowed: freed-under-a-step" in capsys.readouterr().err

@@ -15,13 +15,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import pddrt
 from pddrt import cli
+from pddrt.comparing.assertions import paths_in
 from pddrt.comparing.repeats import Repeats
 from pddrt.errors import BadInput, Interrupted, RunFailed
 from pddrt.sweeping import page as sweep_page
 from pddrt.sweeping import show as sweep_show
 from pddrt.sweeping.cells import code, keys
-from pddrt.sweeping.table import Sweep, Swept, settings
+from pddrt.sweeping.table import (
+    BY_NAMES,
+    BY_RUNS,
+    OPEN,
+    Sweep,
+    Swept,
+    _no_metric,
+    settings,
+)
 
 SCENARIO = """\
 name: small
@@ -334,6 +344,33 @@ def test_settings_that_are_none_can_be_left_out(call: Call) -> None:
     [
         ("tft_s.p90", "--metric tft_s.p90: no summary has it; nearest: ttft_s.p90"),
         ("ttft_s.p95", "--metric ttft_s.p95: no summary has it; nearest: ttft_s.p9"),
+        ("ttft_s", "--metric ttft_s: is no single number; allowed: ttft_s.mean, ttft_s.p50"),
+        ("goodput_rps.p90", "--metric goodput_rps.p90: no summary has it; nearest: goodput_rps"),
+        ("links.wam.bytes", "--metric links.wam.bytes: no summary has it; known: links.rdma, "),
+    ],
+)
+def test_a_number_that_no_summary_can_have_is_refused_before_anything_runs(
+    call: Call, metric: str, message: str
+) -> None:
+    done = call("sweep", "small.yaml", "--vary", RATES, "--metric", metric, "--out", "here")
+    assert done.code == 2
+    assert message in done.err
+    assert not Path("here").exists()
+
+
+def test_all_that_a_summary_has_can_be_asked_for(small: str) -> None:
+    done = pddrt.run(small)
+    _, sound, _ = settings(small, vary=[RATES])
+    assert [p for p in paths_in(done.summary) if _no_metric(p, sound)] == []
+    tops = {*BY_RUNS, *BY_NAMES, *OPEN, *(p.split(".")[0] for p in paths_in(done.summary))}
+    assert set(done.summary) <= tops
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("links.wan.byts", "--metric links.wan.byts: no summary has it; nearest: links.wan.bytes"),
+        ("router.transfer", "--metric router.transfer: no summary has it; nearest: "),
     ],
 )
 def test_a_number_that_no_summary_has(call: Call, metric: str, message: str) -> None:
@@ -341,6 +378,12 @@ def test_a_number_that_no_summary_has(call: Call, metric: str, message: str) -> 
     assert done.code == 2
     assert message in done.err
     assert "kept" in states(swept("small.yaml", RATES)), "what was run is not lost"
+
+
+def test_a_cell_names_its_seed_once(small: str) -> None:
+    assert [cell.name for cell in made(small, "seed=4,5").cells] == ["seed=4", "seed=5"]
+    both = [cell.name for cell in made(small, "seed=4,9", repeat=2).cells]
+    assert both == ["seed=4", "seed=4 seed=5", "seed=9", "seed=9 seed=10"]
 
 
 # -- what it looks like ----------------------------------------------------------------------------

@@ -66,9 +66,10 @@ def test_a_live_link_takes_as_long_as_is_predicted(control: Any, flows: int) -> 
         assert (link.resent, link.overflowed) == (told.retransmits, told.dropped)
 
 
-def over_simnet(spec: LinkSpec, nbytes: int, piece: int = 1 << 20) -> tuple[Ns, Any]:
+def over_simnet(spec: LinkSpec, nbytes: int, piece: int = 1 << 20, idle: Ns = 0) -> tuple[Ns, Any]:
     """A KV stream from p to m: from the call to the arrival of the last frame; what the link says
-    of itself."""
+    of itself. `idle`: it exchanged a word, idled so long, and the time is from then on; another
+    stream says a word as it begins."""
     topology = world()
     topology = Topology(topology.sites, [spec, topology.links[1]])
     took = stats = None
@@ -77,6 +78,14 @@ def over_simnet(spec: LinkSpec, nbytes: int, piece: int = 1 << 20) -> tuple[Ns, 
         nonlocal took, stats
         async with lab("sim", topology) as here:
             near, far = await here.pair()
+            begun = 0
+            if idle:
+                near.post(Frame("ids", {}))
+                await far.recv()
+                other, _ = await here.pair()
+                await here.env.sleep(idle)
+                other.post(Frame("ids", {}))
+                begun = here.env.now()
 
             async def send() -> None:
                 for at in range(0, nbytes, piece):
@@ -85,7 +94,7 @@ def over_simnet(spec: LinkSpec, nbytes: int, piece: int = 1 << 20) -> tuple[Ns, 
             sending, got = asyncio.create_task(send()), 0
             while got < nbytes:
                 got += len((await far.recv()).payload)
-            took, stats = here.env.now(), here.net.stats()[0]
+            took, stats = here.env.now() - begun, here.net.stats()[0]
             await sending
 
     on("sim", main)
@@ -104,6 +113,40 @@ def test_a_kv_stream_takes_as_long_as_is_predicted(control: Any, streams: int, r
     (end,) = predict(Path(rate, DELAY), [Transfer(10_000_000, 0, control, streams)]).ends
     assert took == pytest.approx(end, rel=0.015)
     assert stats.by_kind["kv"] == stats.bytes >= 10_000_000
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(("rate", "delay"), [(MB, 100 * MS), (10 * MB, 20 * MS)])
+def test_a_warm_stream_takes_as_long_as_is_predicted(
+    control: Any, streams: int, rate: int, delay: Ns
+) -> None:
+    """Whether it opens for the transfer or idled before; streams without data take no share."""
+    tcp = Tcp(control, streams, warm=True)
+    spec = LinkSpec("wan", ("a", "b"), rate, delay, overhead=52, tcp=tcp)
+    path = Path(rate, delay)
+    (end,) = predict(path, [Transfer(1_000_000, 0, control, streams, warm=True)]).ends
+    for idle in (0, 5 * SECOND):
+        took, _ = over_simnet(spec, 1_000_000, idle=idle)
+        assert took == pytest.approx(end, rel=0.01), idle
+
+
+def test_a_warm_connection_of_a_link_without_a_rate_has_the_buffers_window() -> None:
+    link = live(Tcp(warm=True), rate=None)
+    link.push(0, Flow(), 2_000_000, tag="x")
+    assert dues(link)["x"] == DELAY
+
+
+def test_streams_are_dealt_what_they_may_send_and_end_together() -> None:
+    """No connection keeps a store of its own while another has nothing left."""
+    link, flow = live(Tcp("cubic", 4)), Flow()
+    link.push(0, flow, 2_000_000, tag="x")
+    kept: list[int] = []
+    while (at := link.next_event()) is not None:
+        link.advance(at)
+        senders = [c.sender for c in flow.transport.connections]
+        kept.append(max(s.offered - s.high for s in senders))
+    assert max(kept) <= 16
 
 
 @both

@@ -129,6 +129,7 @@ LAYERS = {
         "cli",
         "show",
         "live",
+        "arguments",
         "api",
         "results",
         "serve",

@@ -195,7 +195,10 @@ class _Shower:
 
         requests = listing.Requests(run)
         if asked.columns is not None and asked.columns.strip() == "?":
-            self._print_all(iter(requests.fields))
+            if self._json:
+                self._write(requests.fields)
+            else:
+                self._print_all(iter(requests.fields))
             return
         rows = requests.ordered(requests.where(asked.where), asked.sort)
         found, most = len(rows), asked.limit
@@ -291,7 +294,10 @@ class _Shower:
     def _moment(self, run: Recorded, until: str | None, step: bool, replay: bool) -> None:
         from pddrt.inspection import moment, moment_show, stepping
 
-        number = 1 if until is None else stepping.place(run, until)
+        try:
+            number = 1 if until is None else stepping.place(run, until)
+        except BadInput as error:
+            raise BadInput([f"--until: {text}" for text in error.problems]) from None
         if step or replay:
             commands = self._commands() if step else iter(["p", "q"])
             try:

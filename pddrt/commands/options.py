@@ -41,5 +41,5 @@ Vary = Annotated[
     ),
 ]
 Repeat = Annotated[
-    int, typer.Option(metavar="N", help="Run with N seeds: the scenario's own and those after it.")
+    int, typer.Option(metavar="N", help="Run with N seeds, up to 1,000: its own and the next.")
 ]

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from pddrt.link_fields import Bdp
     from pddrt.netem.jitter import Shape
-    from pddrt.netem.predict import Path, Predicted, Transfer
+    from pddrt.netem.predict import Path, Predicted, Transfer, WindowCap
     from pddrt.netem.profiles import Profile
 
 MOST_FLOWS = 64
+MOST_OVERHEAD = 1448
+"""Headers as long as what they head."""
 TCPS = ("none", "reno", "cubic", "bbr")
 
 
@@ -129,7 +131,10 @@ def predict(
             try:
                 predicted = virtual(path, transfers, seed=seed)
             except TooLong as error:
-                raise BadInput(f"--bytes: found {bytes_}: {error}") from None
+                blamed = f"--bytes: found {bytes_}"
+                if (cap := path.window_cap(transfers)) is not None:
+                    blamed = _capped(cap, context.params)
+                raise BadInput(f"{blamed}: {error}") from None
         if json:
             outlet.write(dumps(_json(transfers, predicted)) + "\n")
             return
@@ -137,8 +142,11 @@ def predict(
         if profile is not None:
             console.print(told(profile, load(profile)))
             console.print()
-        for line in _results(transfers, predicted, console.is_terminal, console.width):
+        bars = console.is_terminal and not console.is_dumb_terminal
+        for line in _results(transfers, predicted, bars, console.width):
             console.print(line, soft_wrap=not hasattr(line, "columns"))
+        if (cap := path.window_cap(transfers)) is not None and _reached(transfers, predicted, cap):
+            console.print(_capped(cap, context.params), soft_wrap=True)
 
 
 # -- what was asked --------------------------------------------------------------------------------
@@ -179,19 +187,30 @@ def _read(given: Mapping[str, Any]) -> tuple[Path, list[Transfer]]:
     from pddrt.link_fields import parse_share
     from pddrt.netem.losses import BurstLoss
     from pddrt.netem.predict import Path, Transfer
-    from pddrt.units import parse_duration, parse_size
+    from pddrt.units import format_duration, parse_duration, parse_size
 
     options = _Options(given, [])
     base = _profile(options)
     rate = options.among("rate", parse_rate_of_link, base.rate, 1)
     if rate is None and (base.trace is None or base.trace.peak is None):
-        options.problems.append("--rate: missing; needed without a profile that has one")
+        if not options.problems:  # else the profile that may have one could not be read
+            options.problems.append("--rate: missing; needed without a profile that has one")
         rate = 1
     delay = options.among("delay", parse_duration, base.delay)
     jitter = options.among("jitter", parse_duration, base.jitter)
     correlation = options.among("correlation", parse_duration, base.correlation, 1)
-    if jitter and not delay and not (base.trace is not None and base.trace.delays):
-        options.problems.append("--jitter: found it with a delay of 0, which has no room for it")
+    if jitter and not delay:
+        if given["delay"] is None and base.trace is not None and (span := base.trace.span("delay")):
+            delay = round(span.least)  # beside a trace the longer delay holds
+        elif given["jitter"] is None:
+            options.problems.append(
+                f"--delay: found {given['delay']} beside the profile's jitter of "
+                f"{format_duration(jitter)}, which has no room in it; allowed: above zero"
+            )
+        else:
+            options.problems.append(
+                "--jitter: found it with a delay of 0, which has no room for it"
+            )
     size = options.read("bytes", parse_size, 1)
     loss = options.among("loss", parse_share, base.loss)
     burst = given["loss_burst"] or (base.burst if given["loss"] is None else None)
@@ -206,6 +225,9 @@ def _read(given: Mapping[str, Any]) -> tuple[Path, list[Transfer]]:
         name: options.read(name, parse_size, 4096) for name in ("send_buffer", "receive_buffer")
     }
     overhead = options.read("overhead", parse_size)
+    if overhead > MOST_OVERHEAD:
+        found = given["overhead"]
+        options.problems.append(f"--overhead: found {found}; allowed: up to {MOST_OVERHEAD} B")
     counts = given["flows"], given["streams"]
     for name, count in zip(("flows", "streams"), counts, strict=True):
         if not 1 <= count <= MOST_FLOWS:
@@ -215,6 +237,8 @@ def _read(given: Mapping[str, Any]) -> tuple[Path, list[Transfer]]:
     options.choice("tcp", TCPS)
     options.choice("qdisc", ("fifo", "fair"))
     options.choice("aqm", ("drop-tail", "codel"))
+    if given["tcp"] == "none":
+        options.problems += _needs_tcp(given, base)
     path = Path(
         rate,
         delay,
@@ -240,6 +264,43 @@ def _read(given: Mapping[str, Any]) -> tuple[Path, list[Transfer]]:
         for i in range(flows)
     ]
     return path, transfers
+
+
+def _needs_tcp(given: Mapping[str, Any], base: Profile) -> Iterator[str]:
+    """What would do nothing without TCP, as a scenario has it."""
+    from pddrt.links import NEEDS_TCP
+
+    needed = "with --tcp none; needed: --tcp reno | cubic | bbr"
+    unused = {
+        "streams": 1, "send_buffer": "4 MiB", "receive_buffer": "4 MiB", "queue": None,
+        "aqm": "drop-tail", "loss": None,
+    }  # fmt: skip
+    for name, default in unused.items():
+        if given[name] not in (default, "0"):
+            yield f"--{name.replace('_', '-')}: found {NEEDS_TCP[name]} {needed}"
+    if given["warm"]:
+        yield f"--warm: found {NEEDS_TCP['connections']} {needed}"
+    if (base.loss and given["loss"] is None) or (base.trace is not None and base.trace.losses):
+        yield f"--profile: found one that loses segments {needed}"
+
+
+def _reached(transfers: Sequence[Transfer], predicted: Predicted, cap: WindowCap) -> bool:
+    """Whether a flow came near it: a short one is over before its window is open."""
+    from pddrt.types import SECOND
+
+    ends = zip(transfers, predicted.ends, strict=True)
+    return any(2 * t.nbytes * SECOND > cap.rate * (end - t.start) for t, end in ends)
+
+
+def _capped(cap: WindowCap, given: Mapping[str, Any]) -> str:
+    from pddrt.show import duration, size
+    from pddrt.units import format_rate
+
+    flag = f"--{cap.buffer.replace('_', '-')}"
+    return (
+        f"{flag}: found {given[cap.buffer]}, which limits a flow to {format_rate(cap.rate, 3)}: "
+        f"{size(cap.window)} in each round trip of {duration(cap.round_trip)}"
+    )
 
 
 def parse_rate_of_link(value: object) -> int:

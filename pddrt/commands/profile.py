@@ -64,7 +64,7 @@ def profile(
         _write(out, *shown.values())
     with terminal.outlet() as outlet:
         if json:
-            table = {n: {"about": p.about} | dict(p.facts()) for n, p in shown.items()}
+            table = {n: p.figures() for n, p in shown.items()}
             outlet.write(dumps(table) + "\n")
             return
         console = terminal.console(outlet)
@@ -137,3 +137,6 @@ def _write(out: Path, profile: Profile) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CannotRun(f"{shown_path(out)}: cannot be written: {error.strerror}") from None
+    lost = profile.lost_in(suffix)
+    without = f", without {', '.join(lost)}; .yaml keeps it" if lost else ""
+    typer.echo(f"written to {shown_path(out)}{without}", err=True)

@@ -33,7 +33,12 @@ def _option(metavar: str, text: str, default: str | None = None) -> Any:
 def proxy(
     context: typer.Context,
     listen: Annotated[
-        str | None, _option("HOST:PORT", "Where clients connect; port 0 takes a free one.")
+        str | None,
+        _option(
+            "HOST:PORT",
+            "Where clients connect. :PORT is this machine alone, 0.0.0.0:PORT lets all in; port "
+            "0 takes a free one.",
+        ),
     ] = None,
     upstream: Annotated[str | None, _option("HOST:PORT", "Where the program really is.")] = None,
     rate: Annotated[
@@ -96,6 +101,8 @@ def proxy(
         raise BadInput("--listen and --upstream, or --file, or --api: one of them is needed")
     plan = Plan(()) if file is None and not given else (read(file) if file else of_options(options))
     plan = plan.with_options(api, seed)
+    if not plan.proxies and plan.api is None:
+        raise BadInput(f"{file}: found no proxies and no api; needed: one of them, or --api")
     lasting = _lasting(for_)
     with terminal.outlet() as outlet:
         console = terminal.console(outlet)
@@ -173,6 +180,10 @@ async def _main(plan: Plan, lasting: Ns | None, show: Callable[[Proxies, Ns, boo
 # -- what is shown ---------------------------------------------------------------------------------
 
 
+LEAST_WIDTH = 80
+"""Columns that the live table needs."""
+
+
 class _Rates:
     """Bytes a second since the last look, both ways."""
 
@@ -190,13 +201,14 @@ class _Rates:
 
 
 def _shows(console: Any) -> Callable[[Proxies, Ns, bool], None]:
-    """A table in place on a terminal, else a line a proxy and second."""
+    """A table in place on a terminal that can have one, else a line a proxy and second."""
     from rich.live import Live
 
     from pddrt import show as _  # noqa: F401 - loaded now, not while data is due
 
     rates = _Rates()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    roomy = console.is_terminal and not console.is_dumb_terminal and console.width >= LEAST_WIDTH
+    live = Live(console=console, auto_refresh=False) if roomy else None
     quiet: dict[str, bool] = {}
 
     def show(proxies: Proxies, now: Ns, last: bool) -> None:

@@ -42,6 +42,7 @@ def watch(
     from pddrt.dashboard.display import refusal
     from pddrt.recording import opened
     from pddrt.show import clean
+    from pddrt.types import SECOND
     from pddrt.units import parse_duration
 
     if not 0 < pace < float("inf"):
@@ -53,6 +54,11 @@ def watch(
     terminal: Terminal = context.obj
     with terminal.outlet() as outlet, terminal.signals_end_it():
         recording = opened(Path(run_folder))
+        end = recording.end()
+        if end is not None and start > end:
+            raise BadInput(
+                f"--from: found {since}; allowed: up to {end / SECOND:g} s, the last event"
+            )
         console = terminal.console(outlet)
         if reason := refusal(console):
             raise BadInput(f"watch: {reason}; see `pddrt inspect` and `pddrt report`")

@@ -11,6 +11,7 @@ are exact decimals, so that the same range is the same text everywhere. Pure.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +25,16 @@ from pddrt.units import shown
 POLICY = "pipeline.policy"
 MAX_VALUES = 1000
 """Of one axis."""
+MAX_DIGITS = 1000
+"""After the point, of a value in a range: a factor adds its own with every step."""
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\s*\.\.\s*{_NUMBER}\s*:\s*(x?){_NUMBER}\s*(.*)", re.DOTALL)
+_NUMBERISH = r"[+-]?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf(?:inity)?|nan)"
+_LIKE_A_RANGE = re.compile(
+    rf"(?P<start>{_NUMBERISH}(?P<unit>\s*[^\W\d][^.]*)?)?\s*\.\.\s*(?P<stop>{_NUMBERISH})?(?P<rest>.*)",
+    re.DOTALL | re.IGNORECASE,
+)
 _LISTED = re.compile(r"\((.*)\)\s*(\S.*)", re.DOTALL)
 
 
@@ -61,7 +69,7 @@ def axes(policies: str | None, vary: Sequence[str]) -> list[Axis]:
 
 def values(text: str, option: str = "--vary") -> list[str]:
     """The values that a list stands for. Raises BadInput for a hole, or a range that is none."""
-    items = [value for item in _split(text) for value in _expanded(item, option)]
+    items = [v for item in _split(text, option) for v in _expanded(item, option)]
     if not all(items):
         raise BadInput(f"{option} {shown(text)}: found no value where a comma calls for one")
     if len(items) > MAX_VALUES:
@@ -71,8 +79,10 @@ def values(text: str, option: str = "--vary") -> list[str]:
     return items
 
 
-def _split(text: str) -> Iterator[str]:
-    """What stands between commas, but not between those inside brackets or quotes."""
+def _split(text: str, option: str) -> Iterator[str]:
+    """What stands between commas, but not between those inside brackets or quotes. Raises BadInput
+    where one of those is not closed.
+    """
     depth, quote, value = 0, "", ""
     for char in text:
         if quote:
@@ -88,45 +98,98 @@ def _split(text: str) -> Iterator[str]:
             value = ""
         else:
             value += char
+    if quote or depth > 0:
+        what = f"a quote {quote}" if quote else "a bracket"
+        raise BadInput(f"{option} {shown(text)}: found {what} that is not closed")
     yield value.strip()
 
 
 def _expanded(item: str, option: str) -> Iterator[str]:
     """The values of one item: a range, a list with a unit, or itself."""
     if listed := _LISTED.fullmatch(item):
-        for value in _split(listed[1]):
+        for value in _split(listed[1], option):
             yield _with_unit(value, listed[2]) if value else ""
     elif ranged := _RANGE.fullmatch(item):
         start, stop, factor, step, unit = ranged.groups()
-        for number in _steps(Fraction(start), Fraction(stop), bool(factor), Fraction(step), option):
-            yield _with_unit(_decimal(number), unit.strip())
+        where = f"{option} {shown(item)}"
+        for number in _steps(Fraction(start), Fraction(stop), bool(factor), Fraction(step), where):
+            yield _with_unit(_decimal(number, where), unit.strip())
+    elif wrong := _no_range(item):
+        raise BadInput(f"{option} {shown(item)}: found {wrong}; {_ALLOWED}")
     else:
         yield item
 
 
+_ALLOWED = (
+    "allowed: FROM..TO:STEP as in 50..400:50 Mbit/s, or FROM..TO:xFACTOR as in 1..64:x2 /s, "
+    "with plain numbers and the unit once, at the end"
+)
+
+
+def _no_range(item: str) -> str:
+    """What keeps an item that looks like a range from being one; "" for any other text."""
+    like = _LIKE_A_RANGE.fullmatch(item)
+    if like is None or not (like["start"] or like["stop"]):
+        return ""
+    ends = [text for text in (like["start"], like["stop"]) if text]
+    if any(re.match(r"[+-]?(inf|nan)", text, re.IGNORECASE) for text in ends):
+        return "a range without an end: FROM and TO are finite"
+    if any(text[0] in "+-" for text in ends):
+        return "a range with a sign"
+    if not like["start"]:
+        return "a range with nothing before its dots"
+    if like["unit"]:
+        return "a range with a unit before its dots"
+    if not like["stop"]:
+        return "a range with no number after its dots"
+    if any("e" in text.lower() for text in ends):
+        return "a range with an exponent"
+    step = re.match(r"[^:]*:\s*x?\s*(.*)", like["rest"], re.DOTALL)
+    if step is None:
+        return "a range without a step"
+    if not re.match(r"\d", step[1]):
+        return "a range whose step is no positive number"
+    return "a range that cannot be read"
+
+
 def _steps(
-    start: Fraction, stop: Fraction, multiplies: bool, step: Fraction, option: str
+    start: Fraction, stop: Fraction, multiplies: bool, step: Fraction, where: str
 ) -> Iterator[Fraction]:
     grows = start > 0 and step > 1 if multiplies else step > 0
     if stop < start or not grows:
-        raise BadInput(
-            f"{option}: found a range that does not grow; allowed: FROM..TO:STEP as in "
-            "50..400:50 Mbit/s, or FROM..TO:xFACTOR as in 1..64:x2 /s"
-        )
+        raise BadInput(f"{where}: found a range that does not grow; {_ALLOWED}")
+    if multiplies:  # counted before any is made: exact powers are long
+        many = _log(stop / start) > MAX_VALUES * _log(step)
+    else:
+        many = (stop - start) / step >= MAX_VALUES
+    if many:
+        raise BadInput(f"{where}: found a range of more than {MAX_VALUES} values")
     at = start
-    for _ in range(MAX_VALUES + 1):
-        if at > stop:
-            return
+    while at <= stop:
         yield at
         at = at * step if multiplies else at + step
-    raise BadInput(f"{option}: found a range of more than {MAX_VALUES} values")
 
 
-def _decimal(number: Fraction) -> str:
-    """Exact: sums and products of decimals end."""
-    digits = 0
-    while (number * 10**digits).denominator != 1:
-        digits += 1
+def _log(number: Fraction) -> float:
+    """Of a number from 1, also of one just above it, and of one that no double holds."""
+    if number < 2:
+        return math.log1p(float(number - 1))
+    return math.log(number.numerator) - math.log(number.denominator)
+
+
+def _decimal(number: Fraction, where: str) -> str:
+    """Exact: sums and products of decimals end. Raises BadInput where that takes too long."""
+    digits, denominator = 0, number.denominator
+    for prime in (2, 5):
+        times = 0
+        while denominator % prime == 0 and times <= MAX_DIGITS:
+            denominator //= prime
+            times += 1
+        digits = max(digits, times)
+    if digits > MAX_DIGITS:
+        raise BadInput(
+            f"{where}: found values of more than {MAX_DIGITS} digits; allowed: a rounder factor"
+        )
     whole = f"{int(number * 10**digits):0{digits + 1}d}"
     return f"{whole[:-digits]}.{whole[-digits:]}" if digits else whole
 

@@ -32,7 +32,7 @@ from pddrt.comparing import axes
 from pddrt.comparing.assertions import Assertion, Verdict
 from pddrt.comparing.contrast import COMPARED, Json, Round, intervals, mean, ratios, seeded
 from pddrt.comparing.grid import ANSWERS, Setting, grid, refuse
-from pddrt.comparing.intervals import LEAST_SEEDS
+from pddrt.comparing.intervals import LEAST_SEEDS, MAX_SEEDS
 from pddrt.comparing.pairing import DELTAS, Outcome, deltas, other_prompt, pairs
 from pddrt.document import Document
 from pddrt.errors import BadInput, Interrupted, PddrtError, RunFailed
@@ -47,7 +47,8 @@ SCHEMA = 2
 FILE = "compare.json"
 DELTAS_FILE = "deltas.csv"
 MAX_COLUMNS = 64
-MAX_ROUNDS = 100
+MAX_RUNS = 10_000
+"""Of all columns."""
 
 
 def columns(
@@ -90,6 +91,11 @@ class Place:
         many = len(self.rounds) > 1
         said = [(f"seed {r.seed}: " if many else "") + r.failure for r in self.rounds if r.failure]
         return list(dict.fromkeys(said))
+
+    @property
+    def ended(self) -> list[Round]:
+        """Its rounds that were not interrupted."""
+        return [r for r in self.rounds if not r.interrupted]
 
     @property
     def state(self) -> str:
@@ -155,8 +161,10 @@ class Comparison:
         if baseline is not None and baseline not in names:
             known = [column.name for column in columns]
             raise BadInput(f"--baseline: {unknown_name(baseline, known)}")
-        if not 1 <= repeat <= MAX_ROUNDS:
-            raise BadInput(f"--repeat: found {repeat}; allowed: 1 to {MAX_ROUNDS} rounds")
+        if not 1 <= repeat <= MAX_SEEDS:
+            raise BadInput(f"--repeat: found {repeat}; allowed: 1 to {MAX_SEEDS:,} seeds")
+        if (total := len(columns) * repeat) > MAX_RUNS:
+            raise BadInput(f"found {total:,} runs in all; allowed: {MAX_RUNS:,} at most")
         called = [baseline in (column.name, column.label) for column in columns]
         first = called.index(True) if baseline is not None else 0
         ordered = (columns[first], *columns[:first], *columns[first + 1 :])
@@ -284,24 +292,29 @@ class Comparison:
         }
         if not place.rounds or not base.rounds:
             return entry
-        entry |= (mine := mean([r.numbers for r in place.rounds]))
+        # A run that was interrupted has other requests than one that was not: its numbers are told,
+        # but never held against another's. With several seeds those that ended speak for it.
+        ended, theirs = place.ended, base.ended
+        entry |= (mine := mean([r.numbers for r in ended or place.rounds]))
         # Where a comparison was interrupted, some have more seeds than others.
-        its, here = (
-            [r for r in rounds if r.seed in seeded(others)]
-            for rounds, others in ((base.rounds, place.rounds), (place.rounds, base.rounds))
-        )
-        other = other_prompt(seeded(its or base.rounds), seeded(here or place.rounds))
-        if its:
-            mine = mean([r.numbers for r in here])
-        reference = mean([r.numbers for r in its or base.rounds])
-        entry["ratios"] = {key: ratios(mine[key], reference[key]) for key in COMPARED}
+        its, here = shared(theirs, ended)
+        if ended and theirs:
+            other = other_prompt(seeded(its or theirs), seeded(here or ended))
+            if its:
+                mine = mean([r.numbers for r in here])
+            reference = mean([r.numbers for r in its or theirs])
+            entry["ratios"] = {key: ratios(mine[key], reference[key]) for key in COMPARED}
+        else:
+            its, here = shared(base.rounds, place.rounds)
+            other = other_prompt(seeded(its), seeded(here))
         if other:
             entry["not_paired"] = other
             if its and column.asks == base.column.asks:
                 entry["state"] = "failed"
                 entry["failures"].append(f"not the requests of {base.column.name}: {other}")
             return entry
-        entry["intervals"] = intervals(its, its if place is base else here)
+        if ended and theirs:
+            entry["intervals"] = intervals(its, its if place is base else here)
         if place is not base:
             entry["pairs"] = pairs(seeded(its), seeded(here))
         return entry
@@ -330,6 +343,12 @@ class Comparison:
             if any(r.numbers["fidelity"] not in ("ok", "exact") for r in place.rounds):
                 yield (f"{place.column.name}: this machine was too busy to keep the network's "
                        "times (degraded)")  # fmt: skip
+
+
+def shared(base: Sequence[Round], here: Sequence[Round]) -> tuple[list[Round], list[Round]]:
+    """The rounds of both that have a seed in common."""
+    seeds = {r.seed for r in base} & {r.seed for r in here}
+    return [r for r in base if r.seed in seeds], [r for r in here if r.seed in seeds]
 
 
 def _parsed(texts: Sequence[str], names: Sequence[str]) -> list[Assertion]:

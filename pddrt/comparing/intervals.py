@@ -34,6 +34,8 @@ import numpy.typing as npt
 
 LEVEL = 0.95
 LEAST_SEEDS = 5
+MAX_SEEDS = 1_000
+"""Of `--repeat`, everywhere."""
 RESAMPLES = 2000
 MAX_WORK = 50_000_000
 """Values weighed in one bootstrap; more are drawn fewer times, but `LEAST_RESAMPLES`."""

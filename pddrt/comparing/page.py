@@ -25,6 +25,7 @@ from pddrt.comparing.figures import (
 )
 from pddrt.comparing.intervals import WHATS
 from pddrt.comparing.pairing import PAIRED, Outcome, largest, paired
+from pddrt.comparing.show import interruption
 from pddrt.hosting import writing
 from pddrt.metrics import LEGS
 from pddrt.report import svg
@@ -105,7 +106,8 @@ def _keys(columns: Sequence[Json]) -> Iterator[str]:
 def _notices(compared: Json) -> str:
     found = ""
     if compared["interrupted"]:
-        found += '<div class="notice"><b>It was interrupted;</b> this is what there was.</div>'
+        said = text(interruption(compared["columns"]).partition(": ")[2])
+        found += f'<div class="notice broken"><b>It was interrupted:</b> {said}.</div>'
     wrong = [(c["name"], c["failures"] or [c["state"]]) for c in compared["columns"]
              if c["failures"] or c["state"] in ("not run", "interrupted")]  # fmt: skip
     if wrong:

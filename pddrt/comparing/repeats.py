@@ -16,7 +16,7 @@ from typing import Any
 
 from pddrt.comparing.contrast import plain
 from pddrt.comparing.grid import grid, refuse
-from pddrt.comparing.intervals import over_seeds
+from pddrt.comparing.intervals import MAX_SEEDS, over_seeds
 from pddrt.document import Document
 from pddrt.errors import BadInput, Interrupted, PddrtError, RunFailed
 from pddrt.hosting import free_folder, signals_to, writing
@@ -29,7 +29,6 @@ Progress = Callable[[str, float | None], None]
 
 SCHEMA = 1
 FILE = "repeat.json"
-MAX_SEEDS = 1_000
 NO_NUMBERS = ("schema", "seed", "provenance", "cache_drift", "faults", "invariants")
 """Parts of a summary that repeating says nothing about."""
 

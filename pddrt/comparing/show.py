@@ -39,6 +39,8 @@ def results(table: Json, width: int | None) -> Iterator[Text | Table]:
     same = [f"{what} {value.pop()}" for what in ("seed", "clock")
             if len(value := {column[what] for column in columns}) == 1]  # fmt: skip
     yield Text.assemble((clean(table["name"]), "bold"), ": " * bool(same), ", ".join(same))
+    if table["interrupted"]:
+        yield Text(clean(interruption(columns)), "bold red")
     yield Text()
     rows = list(_rows(columns))
     heads = [_head(rows, n, column["name"]) for n, column in enumerate(columns)]
@@ -58,6 +60,21 @@ def results(table: Json, width: int | None) -> Iterator[Text | Table]:
         for what in column["failures"] or ([""] if column["state"] != "finished" else []):
             text = f"{column['name']}: {column['state']}{': ' * bool(what)}{what}"
             yield Text(clean(text), "bold red")
+
+
+def interruption(columns: Sequence[Json]) -> str:
+    """What an interrupted comparison lacks."""
+    told = [
+        f"{c['name']} stopped" + (f" ({_finished(c['requests'])})" if "requests" in c else "")
+        for c in columns
+        if c["state"] == "interrupted"
+    ]
+    told += [f"{c['name']} did not run" for c in columns if c["state"] == "not run"]
+    alone = [c["name"] for c in columns if c["ratios"] is None]
+    text = f"interrupted: {', '.join(told) or 'some seeds are missing'}"
+    if alone:
+        text += f"; no ratios and no intervals for {', '.join(alone)}: they had not all requests"
+    return text
 
 
 # -- the table -------------------------------------------------------------------------------------

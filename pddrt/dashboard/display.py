@@ -83,13 +83,15 @@ def watching(
     pacer = Pacer(pace, lambda: run.interrupted) if virtual else None
     if pacer is not None:
         run.listen(pacer)
-    reason = "" if mode == "off" else refusal(errors if json else console)
+    stream = (errors, "stderr") if json else (console, "stdout")
+    reason = "" if mode == "off" else refusal(*stream)
     where = errors if json else console
     if mode == "on" and reason and not json and not refusal(errors, "stderr"):
         where, reason = errors, ""
     drawn = mode != "off" and not reason and not (json and mode == "auto")
     if mode == "on" and reason:
-        errors.print(f"--dashboard on: {reason}; plain lines instead", soft_wrap=True)
+        instead = "no dashboard" if json else "plain lines instead"
+        errors.print(f"--dashboard on: {reason}; {instead}", soft_wrap=True)
     requests, slo = run.expected_requests, run.scenario.slo
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None

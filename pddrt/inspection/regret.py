@@ -23,6 +23,7 @@ from pddrt.engine.outline import outline
 from pddrt.errors import BadInput, CannotRun
 from pddrt.inspection.counterfactual import Cost, Regret, costs, regret, replayed
 from pddrt.inspection.hindsight import Hindsight, Seen, Setting
+from pddrt.link_fields import toward
 from pddrt.pipelines import chosen_from
 from pddrt.recording import Recording
 from pddrt.trace import Event, Seconds
@@ -53,7 +54,8 @@ def setting_of(of: scenario.Scenario) -> Setting:
     delays: dict[tuple[str, str], Ns] = {}
     for link in of.links.values():
         a, b = link.between[0], link.between[1]
-        delays[a, b] = delays[b, a] = link.delay
+        for way in ((a, b), (b, a)):
+            delays[way] = toward(link.delay, *way) or 0
     return Setting(
         gateway_site=of.gateway_site,
         delays=delays,

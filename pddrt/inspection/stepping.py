@@ -153,16 +153,23 @@ class Walk:
         self._request: str | None = None
         """Stop at the next event of this request."""
         self._event: Event | None = None
+        self._over = False
+        """There are neither commands nor events any more."""
         self.live: Callable[[str | None], Iterator[str]] = lambda _name: iter(())
         """What the roles themselves say, where they are alive."""
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around the user's being asked."""
 
     def at(self, number: int, event: Event) -> None:
-        """The state has been brought up to `event`. Raises Left."""
+        """The state has been brought up to `event`. Raises Left. The last event of all is always
+        asked at: who went too far is not to lose the commands that follow.
+        """
+        if self._over:
+            return
         self._event = event
         wanted = self._request is not None and _about(event, self._request)
-        if wanted or (self._until is not None and number >= self._until):
+        reached = self._until is not None and number >= self._until
+        if wanted or reached or number >= self._run.index.num_events:
             self._until = self._request = None
             with self.guard():
                 self.ask(number)
@@ -177,7 +184,9 @@ class Walk:
                     return
             except BadInput as error:
                 self._show(Text(clean(str(error)), "bold red"))
-        raise Left
+        if number < self._run.index.num_events:
+            raise Left
+        self._over = True
 
     def stop(self, number: int) -> None:
         """Ask at the next event, whatever was wanted."""
@@ -190,6 +199,8 @@ class Walk:
         except ValueError as error:
             raise BadInput(f"found {line!r}: {error}; h tells what there is") from None
         text = " ".join(rest)
+        if command in ("n", "s") or (command == "c" and not text):
+            self._is_ahead(command, number)
         match command:
             case "n":
                 if text and not text.isdecimal():
@@ -221,6 +232,10 @@ class Walk:
                 raise BadInput(f"found {command!r}; h tells what there is")
         return True
 
+    def _is_ahead(self, command: str, number: int) -> None:
+        if number >= self._run.index.num_events:
+            raise BadInput(f"{command}: this is the last event; q leaves")
+
     def _print(self, name: str | None) -> None:
         shown = moment_show.moment(self._state) if name is None else None
         if name is not None:
@@ -228,8 +243,10 @@ class Walk:
             if found is None:
                 known = (*self._state.requests, *self._state.instances,
                          *(d.link for d in self._state.links.values()))  # fmt: skip
+                near = nearest(name, dict.fromkeys(known))
                 told = ", ".join(dict.fromkeys(known))
-                raise BadInput(f"p: there is no {name!r} now; there are {told}")
+                hint = f"nearest: {', '.join(near)}" if near else f"there are {told}"
+                raise BadInput(f"p: there is no {name!r} now; {hint}")
             shown = iter(found)
         for line in shown or ():
             self._show(line)

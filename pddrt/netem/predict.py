@@ -26,7 +26,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pddrt.netem.bottleneck import Bottleneck
 from pddrt.netem.jitter import LOG_NORMAL, Shape
@@ -46,7 +46,7 @@ from pddrt.netem.segments import (
 from pddrt.netem.tcp import SEND_BUFFER, Sender, send_limit
 from pddrt.netem.tcp_bbr import Bbr
 from pddrt.netem.tcp_control import Cubic, Reno
-from pddrt.netem.tcp_link import PACKET, TcpLink, default_queue
+from pddrt.netem.tcp_link import PACKET, PART, TcpLink, default_queue
 from pddrt.netem.tcp_link import Tcp as Live
 from pddrt.netem.traces import Trace
 from pddrt.types import MS, SECOND, Ns
@@ -70,6 +70,15 @@ _TOO_LONG = f"not done after {LONGEST // SECOND:,} s on the link, where a predic
 
 class TooLong(Exception):
     """The transfers are not done within what is allowed; says what that is."""
+
+
+class WindowCap(NamedTuple):
+    """`rate` in bytes/s: a `window` of so many bytes, which `buffer` allows, a round trip."""
+
+    buffer: Literal["send_buffer", "receive_buffer"]
+    window: int
+    round_trip: Ns
+    rate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,24 @@ class Path:
         rates = [rate for rate in (self.rate, peak) if rate is not None]
         assert rates, "no rate is known"
         return min(rates)
+
+    def window_cap(self, transfers: Sequence[Transfer]) -> WindowCap | None:
+        """What the buffers leave the first of `transfers` (all are alike), if that is less than its
+        share of the link."""
+        one = transfers[0]
+        span = self.trace.span("delay") if self.trace is not None else None
+        round_trip = 2 * max(self.delay, round(span.least) if span else 0)
+        if one.tcp == "none" or not round_trip:
+            return None
+        segments: dict[Literal["send_buffer", "receive_buffer"], int] = {
+            "receive_buffer": window_limit(one.receive_buffer),
+            "send_buffer": send_limit(one.send_buffer),
+        }
+        buffer = min(segments, key=segments.__getitem__)
+        window = segments[buffer] * MSS * one.streams
+        cap = WindowCap(buffer, window, round_trip, window * SECOND // round_trip)
+        share = self.peak * MSS // (MSS + self.overhead) // len(transfers)
+        return cap if 0 < cap.rate < share else None
 
     def link(self, seed: int, tcp: Tcp) -> Link:
         return Link(
@@ -422,8 +449,8 @@ class _Run:
         one = len(supply.connections) == 1
         acks, back = self._acks, self._path.delay
         while True:
-            if supply.left and sender.offered - sender.high < (1 if one else 64):
-                part = supply.left if one else min(supply.left, 16)
+            if supply.left and (one or sender.wants):
+                part = supply.left if one else min(supply.left, max(PART, sender.burst))
                 supply.left -= part
                 sender.offer(now, part)
             packet = sender.next(now)

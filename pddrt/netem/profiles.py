@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pddrt import document, sections
 from pddrt.errors import BadInput
@@ -72,6 +73,62 @@ class Profile:
             found.append(("duration", f"{format_duration(trace.end, 6)}, {then}"))
             found.append(("segments", f"{len(trace.segments):,}"))
         return found
+
+    def figures(self) -> dict[str, object]:
+        """What it is, in numbers with their units in the names. What varies is {min, mean, max};
+        what it does not say is absent."""
+        found: dict[str, object] = {"about": self.about}
+        plain: dict[str, int | float | None] = {
+            "rate": self.rate, "delay": self.delay or None, "loss": self.loss or None
+        }  # fmt: skip
+        for name, (key, unit) in _UNITS.items():
+            span = self.trace.span(name) if self.trace else None
+            value = plain[name]
+            if span:
+                found[key] = {
+                    "min": span.least / unit, "mean": span.mean / unit, "max": span.most / unit
+                }  # fmt: skip
+            elif value is not None:
+                found[key] = value / unit
+        if self.jitter:
+            found["jitter_s"] = self.jitter / SECOND
+            found["jitter_shape"] = self.shape.name
+            if self.correlation:
+                found["jitter_correlation_s"] = self.correlation / SECOND
+        if self.loss and self.burst:
+            found["loss_burst_segments"] = self.burst
+        if isinstance(self.queue, int):
+            found["queue_bytes"] = self.queue
+        elif isinstance(self.queue, Bdp):
+            found["queue_bdp"] = self.queue.times
+        if self.trace is not None:
+            found["duration_s"] = self.trace.end / SECOND
+            found["repeats"] = self.trace.repeats
+            found["segments"] = len(self.trace.segments)
+        return found
+
+    def lost_in(self, suffix: str) -> list[str]:
+        """What a file of this ending has no place for."""
+        if suffix in (".yaml", ".yml"):
+            return [f"the table of the jitter ({self.shape.name})"] if self.shape.table else []
+        lost = []
+        trace, csv = self.trace, suffix == ".csv"
+        if self.delay and not (csv and trace is not None and trace.delays):
+            lost.append(f"the delay ({format_duration(self.delay)})")
+        elif not csv and trace is not None and trace.delays:
+            lost.append("the delay")
+        if self.jitter:
+            lost.append(f"the jitter ({format_duration(self.jitter)})")
+        if self.loss or (not csv and trace is not None and trace.losses):
+            lost.append("the loss")
+        if self.queue is not None:
+            lost.append("the queue")
+        return lost
+
+
+_UNITS: dict[Literal["rate", "delay", "loss"], tuple[str, int]] = {
+    "rate": ("rate_bytes_per_s", 1), "delay": ("delay_s", SECOND), "loss": ("loss_share", 1)
+}  # fmt: skip
 
 
 def _span(span: Span, form: object) -> str:
@@ -138,7 +195,7 @@ def _text(path: Path, name: str) -> str:
     try:
         if path.stat().st_size > MAX_FILE:
             raise BadInput(f"{document.shown_path(path)}: larger than {MAX_FILE >> 20} MiB")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise BadInput(f"{document.shown_path(path)}: this is no text in UTF-8") from None
     except (OSError, ValueError) as error:

@@ -58,6 +58,8 @@ class Shape:
 
 
 ENDS = ("client", "upstream")
+LOOPBACK = "127.0.0.1"
+"""Where no host is given. Others are let in only where 0.0.0.0 or [::] is."""
 
 
 def link_of(up: Shape, down: Shape) -> LinkSpec:
@@ -84,7 +86,8 @@ class ProxySpec:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, `[V6]:PORT` or `:PORT` (all interfaces). Raises ValueError."""
+    """Host and port of `HOST:PORT`, `[V6]:PORT` or `:PORT` (this machine, 127.0.0.1). Raises
+    ValueError."""
     host, colon, port = text.strip().rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"found '{text[:64]}'; allowed: HOST:PORT, with a port up to 65535")
@@ -156,7 +159,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         try:
             where = await loop.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                host or LOOPBACK, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             server = _listening(where[0], self.shapes["up"].rate)
         except OSError as error:
@@ -191,18 +194,26 @@ class Proxy:
         self.down.close()
 
     async def move(self, listen: str, upstream: str, enabled: bool) -> None:
-        """Other addresses, or the switch. A new address ends what is open. Raises CannotRun,
-        ValueError."""
+        """Other addresses, or the switch. A new address ends what is open. Raises ValueError, and
+        CannotRun where the address cannot be had: then it listens where it did."""
         parse_address(listen), parse_address(upstream)
+        before = self.listen, self.asked, self.upstream
+        was_enabled = self.enabled
         if (listen not in (self.listen, self.asked)) or upstream != self.upstream:
             await self.stop()
             if listen not in (self.listen, self.asked):
                 self.listen = self.asked = listen
             self.upstream = upstream
-        if enabled:
-            await self.start()
-        else:
+        if not enabled:
             await self.stop()
+            return
+        try:
+            await self.start()
+        except CannotRun:
+            self.listen, self.asked, self.upstream = before
+            if was_enabled:
+                await self.start()
+            raise
 
     # -- the link ---------------------------------------------------------------------------------
 
@@ -286,8 +297,8 @@ class Proxy:
         number = next(self._numbers)
 
         def over(relayed: Relayed) -> None:
-            self._past["up"] += relayed.up.read
-            self._past["down"] += relayed.down.read
+            self._past["up"] += relayed.up.passed
+            self._past["down"] += relayed.down.passed
             del self.connections[number]
 
         relayed = Relayed(self.env, client, self.up, self.down, self._hold, self._scratch, over)
@@ -331,10 +342,10 @@ class Proxy:
 
     @property
     def transferred(self) -> tuple[int, int]:
-        """Bytes read from clients and from the upstream, since the beginning."""
+        """Bytes handed to the upstream and to clients, since the beginning."""
         live = self.connections.values()
-        up = self._past["up"] + sum(relayed.up.read for relayed in live)
-        return up, self._past["down"] + sum(relayed.down.read for relayed in live)
+        up = self._past["up"] + sum(relayed.up.passed for relayed in live)
+        return up, self._past["down"] + sum(relayed.down.passed for relayed in live)
 
     @property
     def held(self) -> int:
@@ -408,7 +419,7 @@ class Proxies:
 
 async def _resolved(upstream: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     host, port = parse_address(upstream)
-    host = host or "127.0.0.1"
+    host = host or LOOPBACK
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:

@@ -21,14 +21,16 @@ be one. Bodies are bounded, and so is how many proxies and toxics there may be.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pddrt.errors import CannotRun
 from pddrt.netem.fidelity import judge
-from pddrt.netem.proxy import Proxies, Proxy, ProxySpec, Shape, parse_address
+from pddrt.netem.proxy import LOOPBACK, Notices, Proxies, Proxy, ProxySpec, Shape, parse_address
 from pddrt.netem.toxics import STAGES, Toxic, ToxicType, Way, checked
 from pddrt.trace import dumps
 from pddrt.units import (
@@ -244,6 +246,9 @@ def _attributes(
     given = asked.get("attributes") or {}
     if not isinstance(given, dict):
         raise _body("attributes is no object")
+    known = STAGES[type_].attributes
+    if given and not any(name in known for name in given):  # misspelt: it would do nothing
+        raise _body(f"{type_} has the attributes {', '.join(known)}, and none of those given")
     try:
         return checked(type_, given, before)
     except ValueError as error:
@@ -307,8 +312,8 @@ def _text(asked: Mapping[str, Any], field: str) -> str:
     value = asked.get(field)
     if value is None:
         return ""
-    if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise _body(f"{field} must be a text of up to {MAX_NAME} characters")
+    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isprintable():
+        raise _body(f"{field} must be a printable text of up to {MAX_NAME} characters")
     return value
 
 
@@ -351,17 +356,36 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return _answer({"error": text, "status": status}, status)
 
 
+class _Brief(logging.Handler):
+    """What the server would log with a traceback is said in a line, each kind once."""
+
+    def __init__(self, notices: Notices) -> None:
+        super().__init__(logging.ERROR)
+        self._notices = notices
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self._notices.tell("the control interface refused what is no HTTP request")
+        else:
+            what = record.getMessage() if error is None else f"{type(error).__name__}: {error}"
+            self._notices.tell(f"the control interface failed: {what}")
+
+
 class Serving:
     """The interface, listening."""
 
     def __init__(self, proxies: Proxies) -> None:
-        self._runner = web.AppRunner(Interface(proxies).app(), access_log=None)
+        logger = logging.Logger("control")  # of its own: nobody else's settings hold
+        logger.addHandler(_Brief(proxies.notices))
+        app = Interface(proxies).app()
+        self._runner = web.AppRunner(app, access_log=None, logger=logger)
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Where it listens. Raises CannotRun where the address cannot be had."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host or None, port).start()
+            await web.TCPSite(self._runner, host or LOOPBACK, port).start()
         except OSError as error:
             await self._runner.cleanup()
             why = error.strerror or str(error)

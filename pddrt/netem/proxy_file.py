@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -33,10 +33,11 @@ from pddrt import document, links
 from pddrt.document import Document, Keys, Problem
 from pddrt.errors import BadInput
 from pddrt.link_fields import Link
+from pddrt.netem.profiles import load
 from pddrt.netem.proxy import ENDS, ProxySpec, parse_address
 from pddrt.netem.toxics import STAGES, Toxic, ToxicType, Way, checked
 from pddrt.sections import Allowed, Section, check
-from pddrt.units import shown
+from pddrt.units import format_duration, shown
 
 
 def _address(value: Any) -> Any:
@@ -51,6 +52,9 @@ Attributes = Annotated[
 ]
 
 
+MAX_NAME = 256
+
+
 class ToxicFields(Section):
     type: ToxicType
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -62,7 +66,7 @@ class ToxicFields(Section):
 class ProxyFields(Link):
     """A proxy, and the link from its clients to its upstream."""
 
-    between: tuple[str, str] = ENDS
+    between: ClassVar[tuple[str, str]] = ENDS  # type: ignore[misc]
     listen: Address
     upstream: Address
     enabled: Annotated[bool, Allowed("true | false")] = True
@@ -104,7 +108,9 @@ def of_options(given: Mapping[str, str | None]) -> Plan:
     for name in OPTIONS:
         value: Any = given.get(name)
         if (back := given.get(f"{name}_down")) is not None:
-            value = {up: value or ("0" if name == "delay" else back), down: back}
+            if value is None:
+                value = back if name == "rate" else _delay_of(given.get("profile"))
+            value = {up: value, down: back}
         if value is not None:
             found.put(("proxies", "proxy", name), value, f"--{name}")
     for name in ("listen", "upstream"):
@@ -115,6 +121,14 @@ def of_options(given: Mapping[str, str | None]) -> Plan:
     except BadInput as error:  # which field an option means, its name says
         said = [re.sub(r"^(--[\w-]+: )[\w.]+: ", r"\1", text) for text in error.problems]
         raise BadInput(said) from None
+
+
+def _delay_of(profile: str | None) -> str:
+    """What holds towards the upstream where only the other way's delay is given."""
+    try:
+        return format_duration(load(profile).delay) if profile is not None else "0 s"
+    except BadInput:
+        return "0 s"  # said as the profile's fault
 
 
 def read(path: str | Path) -> Plan:
@@ -138,9 +152,20 @@ def _plan(found: Document, folder: Path | None) -> Plan:
             link = links.spec(name, fields, folder)
             where = (name, fields.listen, fields.upstream)
             specs.append(ProxySpec(*where, link, fields.enabled, toxics))
+    for name in made:
+        if not (name.isprintable() and 0 < len(name) <= MAX_NAME):
+            text = f"found {shown(name)}; allowed: a printable name of up to {MAX_NAME} characters"
+            problems.append(Problem(("proxies", name), text))
+    problems = [dataclasses.replace(p, text=_by_ends(p.text)) for p in problems]
     if problems or outcome.model is None:
         raise BadInput(found.lines(problems))
     return Plan(tuple(specs), outcome.model.api, outcome.model.seed)
+
+
+def _by_ends(text: str) -> str:
+    """A link's complaint in words of a proxy's two ends."""
+    up, down = f"{ENDS[0]}>{ENDS[1]}", f"{ENDS[1]}>{ENDS[0]}"
+    return text.replace("{a>b: ..., b>a: ...}", f"{{{up}: ..., {down}: ...}}")
 
 
 def _toxics(name: str, fields: ProxyFields, problems: list[Problem]) -> Iterator[Toxic]:
@@ -203,6 +228,8 @@ def _of_json(item: Any) -> ProxySpec:
     for field in ("name", "listen", "upstream"):
         if not isinstance(item.get(field), str) or not item[field]:
             raise ValueError(f"{field}: found {shown(item.get(field))}; allowed: a text")
+    if not item["name"].isprintable() or len(item["name"]) > MAX_NAME:
+        raise ValueError(f"name: found {shown(item['name'])}; allowed: a printable text")
     parse_address(item["listen"]), parse_address(item["upstream"])
     enabled = item.get("enabled", True)
     if not isinstance(enabled, bool):

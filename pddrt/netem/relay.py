@@ -81,6 +81,8 @@ class Pipe:
         self.stages: list[Stage] = []
         self.read = 0
         self.written = 0
+        self.passed = 0
+        """Bytes that were handed to the sink: read ones may be held, or lost at the end."""
         self.started = False
         """Whether the source may be read: after the handshake."""
         self.finished = False
@@ -252,6 +254,7 @@ class Pipe:
         if self._over:
             return
         self.written += nbytes
+        self.passed += nbytes
         self._hold.add(-nbytes)
         assert self._sink is not None
         assert self._source is not None

@@ -119,18 +119,17 @@ class SimNet(EmulatedNet):
     def _answered(self, number: int, dst: str, accepted: bool) -> None:
         """The answer is back."""
         if not accepted:
-            self.forget(number)
-        opened = self._opening.get(number)
-        if opened is None or opened.done():
-            return
-        if accepted:
+            self.forget(number, f"{dst} does not listen")
+        elif (opened := self._opening.get(number)) is not None and not opened.done():
             opened.set_result(None)
-        else:
-            opened.set_exception(ConnectionLost(f"{dst} does not listen"))
 
-    def forget(self, number: int) -> None:
-        """A connection has ended, on both sides."""
+    def forget(self, number: int, why: str = "it was ended before it was open") -> None:
+        """A connection has ended, on both sides. Who still waits for it to open is told `why`: the
+        answer may have been dropped with all else that the other end had to send."""
         self._streams.pop(number, None)
+        opened = self._opening.get(number)
+        if opened is not None and not opened.done():
+            opened.set_exception(ConnectionLost(why))
 
     async def close(self) -> None:
         for opened in self._opening.values():

@@ -153,11 +153,20 @@ class Sender(Scoreboard):
 
     def warm(self, now: Ns, rate: float, rtt: Ns) -> None:
         """Open, and used before on a path of `rate` segments/s: the window is what that holds."""
+        self._idle_since = None
         self.srtt = self.min_rtt = rtt
         self._variation = rtt // 2
         self.window = min(self.limit, max(INITIAL_WINDOW, int(rate * rtt) // SECOND))
         self.threshold = self.window
         self.control.on_warm(now, self, rate, rtt)
+
+    def rested(self, now: Ns) -> bool:
+        """Whether its window says nothing of the path: never filled yet, or idle for a
+        time-out."""
+        if self.state != "open":
+            return False
+        idle = self._idle_since is not None and now - self._idle_since > self.rto
+        return idle or self.high <= INITIAL_WINDOW
 
     def offer(self, now: Ns, segments: int) -> None:
         """`segments` more to send. After an idle time the window starts anew."""
@@ -195,6 +204,18 @@ class Sender(Scoreboard):
 
     # -- sending ----------------------------------------------------------------------------------
 
+    @property
+    def burst(self) -> int:
+        """Segments of the next packet, if there are as many and room for them."""
+        return min(max(self.window >> 5, 1), self._largest)
+
+    @property
+    def wants(self) -> bool:
+        """Whether it might send more now than it was offered."""
+        if self.state == "connecting" or self.pipe >= self.window:
+            return False
+        return self.offered - self.high < self.burst
+
     def next(self, now: Ns) -> Packet | None:
         """The packet to send now. None: window full, paced (see `wake`), or nothing to send."""
         if self.state == "connecting":
@@ -208,11 +229,7 @@ class Sender(Scoreboard):
             if self.wake is None or self.wake > self._pace_at:
                 self.wake = self._pace_at
             return None
-        burst = self.window >> 5
-        if burst > self._largest:
-            burst = self._largest
-        elif burst < 1:
-            burst = 1
+        burst = self.burst
         if self._lost_ranges and (found := self._again(min(burst, room))) is not None:
             seq, n = found
             self.resent += n

@@ -107,7 +107,8 @@ class Bbr:
 
     def on_warm(self, now: Ns, sender: Sender, rate: float, rtt: Ns) -> None:
         self._least, self._least_at = rtt, now
-        self._rates.append((0, rate))
+        self._rates.clear()
+        self._rates.append((self._round, rate))
         self._full = True
         self._probe_rate(now)
         self._gains()

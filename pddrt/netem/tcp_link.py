@@ -10,8 +10,9 @@ cannot hold, and the answers come back over the delay of the other direction.
 
 **A flow** opens with the first thing that is pushed on it: a SYN goes, and if that thing has no
 bytes it is due with the SYN. So a net that opens connections by a mark each way has TCP's handshake
-and pays for it once. Data follow a round trip later. Several connections (`streams`) take from one
-supply, in parts of 16 segments, and what arrives is put in order again.
+and pays for it once. Data follow a round trip later. A warm flow was open before: such a thing is
+due at once. Several connections (`streams`) take from one
+supply, in parts of 16 segments, whenever they may send, and what arrives is put in order again.
 
 **Time** is the link's: answers, timers and sends happen at their own moments, however late the
 caller looks. A load has *left* when its last segment was sent for the first time; what was lost is
@@ -58,8 +59,9 @@ PACKETS_A_ROUND = 256
 """A longer round trip takes longer ones: so many fill it."""
 UNLIMITED_PACKET = 64
 """Segments of one where the rate has no limit."""
-_PART = 16
-_AHEAD = 64
+PART = 16
+"""Segments that a connection takes from the supply it shares with others, when it may send some: so
+that none is left with more than the others at the end."""
 
 
 def default_queue(rate: int, round_trip: Ns) -> int:
@@ -114,6 +116,8 @@ class TcpLink:
         self._events: list[tuple[Ns, int, Connection, Answer | Held | None]] = []
         self._number = 0
         self._opened = 0
+        self._waiting: set[Stream] = set()
+        """Those that have something unsent."""
         self._stuck: list[tuple[Connection, Answer]] = []
         self._now: Ns = 0
         self._inside = 0
@@ -155,8 +159,13 @@ class TcpLink:
         if stream is None:
             stream = flow.transport = self._open(now, flow)
         self._inside += nbytes
-        if fresh and not nbytes and not self.tcp.warm:
-            stream.mark = Handed(0, account, tag, 0, 0)
+        if self.tcp.warm and nbytes:
+            self._warm(now, stream)
+        if fresh and not nbytes:
+            if self.tcp.warm:  # it was open before
+                self._out.append(Through(tag, 0, now, now))
+            else:
+                stream.mark = Handed(0, account, tag, 0, 0)
             self._left.append(tag)
         else:
             segments = max(1, -(-nbytes // MSS))
@@ -165,6 +174,7 @@ class TcpLink:
             stream.unsent.append(handed)
             stream.undue.append(handed)
             stream.supply.append([segments, segments * MSS - nbytes])
+            self._waiting.add(stream)
         for connection in stream.connections:
             self._pump(now, connection)
 
@@ -183,6 +193,7 @@ class TcpLink:
             self._inside -= handed.nbytes
             stream.undue.pop()  # what is unsent is the end of what is not due
         stream.unsent.clear()
+        self._waiting.discard(stream)
         stream.supply.clear()
         for connection in stream.connections:
             connection.withdraw()
@@ -266,23 +277,27 @@ class TcpLink:
             codel = CoDel() if tcp.codel and not self.link.is_fifo else None
             connection = Connection(stream, sender, Receiver(sender.limit), codel)
             stream.connections.append(connection)
-            if tcp.warm:
-                self._warm(now, sender)
-            else:
+            if not tcp.warm:
                 sender.connect(now)
         self._opened += 1
         return stream
 
-    def _warm(self, now: Ns, sender: Sender) -> None:
-        """As if it had had its share of the link before, among the flows that are at work."""
+    def _warm(self, now: Ns, stream: Stream) -> None:
+        """As if it had had its share of the link before, among the streams that have something to
+        send now. Where a cold connection would open its window anew after idling, this holds
+        again."""
+        rested = [c.sender for c in stream.connections if c.sender.rested(now)]
+        if not rested:
+            return
         round_trip = max(self.round_trip(), 1)
         peak = self.link.peak_rate
         if peak is None:
-            share = sender.limit * SECOND / round_trip
+            share = rested[0].limit * SECOND / round_trip
         else:
-            flows = self.link.active_flows // self.tcp.streams + 1
-            share = peak / self._wire / (flows * self.tcp.streams)
-        sender.warm(now, share, round_trip)
+            streams = len(self._waiting | {stream})
+            share = peak / self._wire / (streams * self.tcp.streams)
+        for sender in rested:
+            sender.warm(now, share, round_trip)
 
     def round_trip(self) -> Ns:
         """Of the idle path: the means of both delays."""
@@ -340,8 +355,8 @@ class TcpLink:
         sender, stream = connection.sender, connection.stream
         single = len(stream.connections) == 1
         while True:
-            while stream.supply and (single or sender.offered - sender.high < _AHEAD):
-                connection.give(now, NEVER if single else _PART)
+            while stream.supply and (single or sender.wants):
+                connection.give(now, NEVER if single else max(PART, sender.burst))
             packet = sender.next(now)
             if packet is None:
                 break
@@ -381,6 +396,8 @@ class TcpLink:
         unsent = stream.unsent
         while unsent and unsent[0].end <= stream.sent:
             self._left.append(unsent.popleft().tag)
+        if not unsent:
+            self._waiting.discard(stream)
 
     def _lose(self, now: Ns, segments: int) -> int:
         """How many of the next so many segments the path loses: by the trace, where it says."""

@@ -88,7 +88,8 @@ class Door:
         """
         self._few, most = FEW * max(1, computing), self.rule.max_requests
         if most is not None and len(self.tokens) >= most:
-            return self._full(f"{most} requests are under way, as many as may be")
+            under_way = "1 request is" if most == 1 else f"{most} requests are"
+            return self._full(f"{under_way} under way, as many as may be")
         room = FACTOR * pools if self.rule.max_tokens is None else self.rule.max_tokens
         if self._tokens and self._tokens + tokens > room:
             under_way = f"{self._tokens} tokens are under way"
@@ -96,7 +97,8 @@ class Door:
         wait, limit = self.forecast(work), self.rule.shed_after
         if limit is None or wait is None or wait <= MARGIN * limit or not self.crowded:
             return None
-        detail = f"the first token would take {wait / SECOND:.3f} s of {limit / SECOND:g} s"
+        bound = f"{MARGIN * limit / SECOND:g} s ({100 * MARGIN:g} % of {limit / SECOND:g} s)"
+        detail = f"the first token would take {wait / SECOND:.3f} s, more than {bound}"
         return Refusal(f"overloaded: {detail}", wait - int(MARGIN * limit))
 
     def _full(self, why: str) -> Refusal:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from pddrt.policy.route import no_text
 from pddrt.types import SECOND, Ns
 
 
@@ -199,8 +200,8 @@ def objection(decision: Decision) -> str:
         case Piece(count) | Follow(count) if type(count) is not int or count < 1:
             kind = type(decision).__name__
             return f"found {kind}({count!r}); allowed: a whole number of ids from 1"
-        case Finish(reason) if type(reason) is not str:
-            return f"found Finish({reason!r}); allowed: a text"
+        case Finish(reason) if wrong := no_text(reason):
+            return f"found Finish of {wrong}"
     return ""
 
 

@@ -184,19 +184,40 @@ class Facts:
 
     def objection(self, route: Route) -> str | None:
         """Why `route` is none; None if it is one. For policies that are not ours."""
+        if wrong := no_text(route.reason):
+            return f"found reason {wrong}"
+        estimate = route.wan_estimate
+        if estimate is not None and (type(estimate) is not int or estimate < 0):
+            return f"found wan_estimate {estimate!r}; allowed: nanoseconds, a whole number, or None"
+        held: object = route.held
+        if type(held) is not bool:
+            return f"found held {held!r}; allowed: True or False"
         if route.pipeline not in PIPELINES:
             return f"there is no pipeline {route.pipeline or 'of nobody'}"
-        names: dict[Role, str | None] = {
+        names: dict[Role, object] = {
             "prefill": route.prefill,
             "relay": route.relay,
             "main": route.main,
         }
         for role, name in names.items():
+            if name is not None and type(name) is not str:
+                return f"found {role} {name!r}; allowed: the name of an instance, or None"
             if name is not None and all(i.name != name for i in self._all(role)):
                 return f"{name} is no {role} instance that can be reached"
         if route.prefill and route.main and (route.prefill, route.main) not in self.paths:
             return f"there is no path from {route.prefill} to {route.main}"
         return None
+
+
+def no_text(reason: object) -> str:
+    """Why `reason` is no text that a file can hold; "" if it is one."""
+    if type(reason) is not str:
+        return f"{reason!r}; allowed: a text"
+    try:
+        reason.encode()
+    except UnicodeEncodeError:
+        return f"{reason!a}; allowed: a text without lone surrogates"
+    return ""
 
 
 class Policy(Protocol):

@@ -38,6 +38,8 @@ class Cell:
 
     @property
     def name(self) -> str:
+        if "seed" in self.setting.changes and f"seed={self.seed}" in self.setting.name.split():
+            return self.setting.name
         return f"{self.setting.name} seed={self.seed}".strip()
 
 

@@ -30,12 +30,14 @@ from pddrt.comparing import axes
 from pddrt.comparing.assertions import paths_in, value_at
 from pddrt.comparing.axes import Axis
 from pddrt.comparing.grid import Problems, Setting, grid, refuse
-from pddrt.comparing.intervals import over_seeds
+from pddrt.comparing.intervals import MAX_SEEDS, over_seeds
 from pddrt.document import Document
 from pddrt.env import Stopwatch
 from pddrt.errors import BadInput, Interrupted, RunFailed
 from pddrt.expression import nearest
 from pddrt.hosting import free_folder, signals_to, writing
+from pddrt.metrics import Recorder
+from pddrt.summary import summary
 from pddrt.sweeping.cells import Cell, code, keys
 from pddrt.sweeping.crew import Crew, Messages
 from pddrt.sweeping.worker import CELL, KEPT, Keep
@@ -48,7 +50,6 @@ SCHEMA = 1
 FILE = "sweep.json"
 TABLE = "sweep.csv"
 MAX_CELLS = 10_000
-MAX_SEEDS = 1_000
 MAX_JOBS = 256
 METRICS = (
     "ttft_s.p50",
@@ -132,10 +133,13 @@ class Sweep:
         if keep not in (*KEPT, "all"):
             raise BadInput(f"--keep: found {keep}; allowed: {', '.join((*KEPT, 'all'))}")
         if len(settings) * repeat > MAX_CELLS:
-            raise BadInput(f"found {len(settings) * repeat:,} cells in all; allowed: {MAX_CELLS:,}")
+            many = f"{len(settings) * repeat:,}"
+            raise BadInput(f"found {many} cells in all; allowed: {MAX_CELLS:,} at most")
         if jobs > 1 and any(s.scenario.clock == "wall" for s in settings):
             raise BadInput("--jobs: found more than 1 under the wall clock, where runs side by "
                            "side would disturb one another; allowed there: 1")  # fmt: skip
+        if wrong := [text for path in metrics if (text := _no_metric(path, settings))]:
+            raise BadInput(wrong)
         name = settings[0].scenario.name
         # Not by the time of day: the same command again is to find what there is.
         self.folder = free_folder(out or Path("runs") / f"sweep-{name}", name, FILE, "sweep")
@@ -336,6 +340,39 @@ class Sweep:
                 ]
             )
         return text.getvalue()
+
+
+BY_RUNS = ("schema", "name", "seed", "clock", "wall_s", "virtual_s", "digest", "interrupted",
+           "faults", "loop_lag_s", "provenance")  # fmt: skip
+"""Keys of summary.json that do not follow from a trace."""
+BY_NAMES = ("links", "instances")
+"""Those with a key for each name in the scenario."""
+OPEN = ("pipelines", "router", "anomaly", "cache_drift", "invariants", "recovery", "cost", "parity")
+"""Those of which a run shows what stands in them."""
+
+
+def _no_metric(path: str, settings: Sequence[Setting]) -> str:
+    """Why no summary of these settings can have such a number; "" where one may. Known before
+    anything runs: names of all that a summary holds, and that a distribution is no number.
+    """
+    empty = summary(Recorder({}), None, None, {})
+    top, _, rest = path.partition(".")
+    known = [p for p in paths_in(empty) if p.split(".")[0] not in (*OPEN, *BY_NAMES)]
+    if top in BY_NAMES:
+        names = list(dict.fromkeys(n for s in settings for n in getattr(s.scenario, top)))
+        if any(rest.startswith(f"{name}.") for name in names):
+            return ""
+        known = [f"{top}.{name}" for name in names]
+        return f"--metric {path}: no summary has it; known: {', '.join(known)}, each with its own"
+    if top in (*BY_RUNS, *OPEN) or path in known:
+        return ""
+    inside = [p for p in known if p.startswith(f"{path}.")]
+    if inside:
+        return f"--metric {path}: is no single number; allowed: {', '.join(inside)}"
+    if top in empty and not isinstance(empty[top], dict):
+        return f"--metric {path}: no summary has it; nearest: {top}"
+    near = ", ".join(nearest(path, known)) or f"none of {', '.join(empty)}"
+    return f"--metric {path}: no summary has it; nearest: {near}"
 
 
 _ABSENT: Any = object()
