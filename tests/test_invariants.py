@@ -108,7 +108,7 @@ def lose_a_lock(patch: Patch) -> None:
 
 
 def forget_to_unlock(patch: Patch) -> None:
-    def forget(original: Any, memory: KVMemory, request: str) -> int:
+    def forget(original: Any, memory: KVMemory, request: str, used: int) -> int:
         return memory._holdings.pop(request).own
 
     wrapped(patch, KVMemory, "_forget", forget)
