@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -29,7 +29,7 @@ from pddrt.commands import netem as netem_cli
 from pddrt.commands import report as report_cli
 from pddrt.commands import sweep as sweep_cli
 from pddrt.commands import watch as watch_cli
-from pddrt.commands.options import Clock, Repeat, ScenarioFile, Seed
+from pddrt.commands.options import Clock, Repeat, ScenarioFile, Seed, Set, Terminal
 from pddrt.errors import BadInput, CannotRun, Interrupted, PddrtError
 
 if TYPE_CHECKING:
@@ -69,15 +69,7 @@ def root(
 @app.command(short_help="Run a scenario: texts as they come, then numbers.")
 def run(
     scenario: ScenarioFile,
-    set_: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads this at run time
-        typer.Option(
-            "--set",
-            metavar="PATH=VALUE",
-            help="Override a field, e.g. links.wan.rate='100 Mbit/s'. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    set_: Set = None,
     seed: Seed = None,
     clock: Clock = None,
     repeat: Repeat = 1,
@@ -132,7 +124,7 @@ def run(
         if dashboard == "on" or pace is not None:
             raise BadInput("--repeat: is not for watching; allowed: without --dashboard on, --pace")
         repeated(
-            bench_cli.Terminal(_outlet, _console, _signals_end_it), scenario, list(set_ or []),
+            Terminal(_outlet, _console, _signals_end_it), scenario, list(set_ or []),
             repeat=repeat, seed=seed, clock=clock, out=out, prompt=_text("--prompt", prompt),
             verify=verify, json=json,
         )  # fmt: skip
@@ -424,7 +416,7 @@ def _say(message: str) -> None:
                 print(f"pddrt: {''.join(safe)}", file=sys.stderr, flush=True)
 
 
-_terminal = {"obj": bench_cli.Terminal(_outlet, _console, _signals_end_it)}
+_terminal = {"obj": Terminal(_outlet, _console, _signals_end_it)}
 for _name, _app in (("bench", bench_cli.app), ("netem", netem_cli.app)):
     app.add_typer(_app, name=_name, context_settings=_terminal)
 app.command(short_help=compare_cli.SHORT_HELP, context_settings=_terminal)(compare_cli.compare)

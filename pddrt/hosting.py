@@ -141,6 +141,14 @@ def writing(folder: Path) -> Iterator[None]:
         raise CannotRun(f"cannot write the run folder {folder}: {error.strerror}") from None
 
 
+def claim(folder: Path, mark: str) -> None:
+    """Makes the folder, with an empty file `mark` that says at once whose it is and replaces that
+    of an earlier one."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / mark).write_text("{}\n", encoding="utf-8")
+
+
 def free_folder(
     out: Path | None, name: str, mark: str = "scenario.yaml", what: str = "run"
 ) -> Path:

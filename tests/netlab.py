@@ -15,10 +15,12 @@ import uvloop
 
 from pddrt.env import Env, VirtualEnv, WallEnv
 from pddrt.frames import Frame
+from pddrt.netem.link import Link, Through
 from pddrt.netem.net import Connection, LinkSpec, Topology
 from pddrt.netem.simnet import SimNet
 from pddrt.netem.tcpnet import TcpNet
 from pddrt.simloop import SimLoop
+from pddrt.types import Ns
 
 from .kept import KeptTrace
 
@@ -91,3 +93,15 @@ def payload(size: int, seed: int = 0) -> bytes:
 
 def wire_size(frame: Frame) -> int:
     return len(frame.head()) + memoryview(frame.payload).nbytes
+
+
+def drain(link: Link) -> list[Through]:
+    """Everything that still comes through, event by event."""
+    out: list[Through] = []
+    while (when := link.next_event()) is not None:
+        out += link.advance(when)
+    return out
+
+
+def finishes(link: Link) -> dict[Any, Ns]:
+    return {item.tag: item.finish for item in drain(link)}

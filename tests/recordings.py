@@ -18,6 +18,22 @@ STORMY = (
 )
 """For scenarios/faults.yaml with a few requests, which are over within a second or two."""
 
+SMALL = """\
+name: small
+seed: 3
+clock: virtual
+model: tiny
+dtype: float64
+links:
+  rdma: {between: [a, a], rate: 10 Gbit/s, delay: 5 us}
+  wan:  {between: [a, b], rate: 16 Mbit/s, delay: 10 ms}
+instances:
+  p0:   {role: prefill, site: a, engine: model, kv_memory: 4 MiB, step_time: &t {prefill_tokens_per_s: 4000, decode_step: 10 ms}}
+  rld0: {role: relay,   site: a, engine: model, kv_memory: 4 MiB, step_time: *t}
+  md0:  {role: main,    site: b, engine: model, kv_memory: 4 MiB, step_time: *t}
+"""  # noqa: E501
+"""The head of a scenario: one of each role, modelled, in virtual time."""
+
 
 def recorded(folder: Path, scenario: str, *overrides: str) -> Path:
     """Runs a scenario of the repository, changed by `overrides`, into `folder`."""
@@ -36,6 +52,12 @@ def paced(folder: Path) -> Path:
     """Handoffs in rounds, and requests that go straight to the main decoder."""
     changes = ("workload.requests=6", "workload.output_tokens=120", "workload.rate=2/s")
     return recorded(folder, "handoff.yaml", *changes, "handoff.mode=catch-up")
+
+
+def handed_over(folder: Path) -> Path:
+    """Four requests with long answers, the first of which is handed over in rounds."""
+    changes = ("workload.requests=4", "workload.output_tokens=150", "handoff.mode=catch-up")
+    return recorded(folder, "handoff.yaml", *changes)
 
 
 def lines(folder: Path, file: str = "requests.jsonl") -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ import pytest
 from pddrt import cli, live
 from pddrt import trace as ev
 from pddrt.trace import Event
+
+from .commands import Call, Done, called
 
 run_module = importlib.import_module("pddrt.run")  # pddrt.run itself is a function
 
@@ -41,16 +42,6 @@ ENDLESS = ["--set", "workload.output_tokens=3000", "--set", "workload.requests=4
 """A run that has to be ended."""
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Done]
-
-
 @pytest.fixture
 def call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -61,17 +52,12 @@ def call(
     (tmp_path / "small.yaml").write_text(SCENARIO)
 
     def call(*args: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["pddrt", *args])
         before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
         threads = threading.active_count()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
+        done = called(monkeypatch, capsys, *args)
         assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
         assert threading.active_count() == threads
-        return Done(code, *capsys.readouterr())
+        return done
 
     return call
 

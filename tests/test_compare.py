@@ -7,17 +7,16 @@ import importlib
 import json
 import re
 import signal
-import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pddrt import cli, document
+from pddrt import document
 from pddrt.comparing import page as compare_page
 from pddrt.comparing import show as compare_show
 from pddrt.comparing.assertions import Assertion
@@ -32,23 +31,18 @@ from pddrt.run import Run
 from pddrt.trace import Seconds, TokensReceived, dumps
 from pddrt.workload_fields import Sessions
 
-SCENARIO = """\
-name: small
-seed: 3
-clock: virtual
-model: tiny
-dtype: float64
-links:
-  rdma: {between: [a, a], rate: 10 Gbit/s, delay: 5 us}
-  wan:  {between: [a, b], rate: 16 Mbit/s, delay: 10 ms}
-instances:
-  p0:   {role: prefill, site: a, engine: model, kv_memory: 4 MiB, step_time: &t {prefill_tokens_per_s: 4000, decode_step: 10 ms}}
-  rld0: {role: relay,   site: a, engine: model, kv_memory: 4 MiB, step_time: *t}
-  md0:  {role: main,    site: b, engine: model, kv_memory: 4 MiB, step_time: *t}
+from .commands import Call, Done, called
+from .recordings import SMALL
+
+SCENARIO = (
+    SMALL
+    + """\
 pipeline: {policy: pdd, relay_above: 20 ms}
-workload: {kind: sessions, sessions: 4, turns: 2, rate: 4/s, output_tokens: 24, prompts: random, prompt_tokens: 150}
+workload: {kind: sessions, sessions: 4, turns: 2, rate: 4/s, output_tokens: 24, prompts: random,
+           prompt_tokens: 150}
 slo: {ttft: 150 ms}
-"""  # noqa: E501
+"""
+)
 REAL = [f"instances.{name}.engine=torch" for name in ("p0", "rld0", "md0")]
 Json = dict[str, Any]
 run_module = importlib.import_module("pddrt.run")  # pddrt.run itself is a function
@@ -308,31 +302,16 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def call(
-    small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def call(small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     def call(*args: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["pddrt", "compare", small, *args])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        return Done(code, *capsys.readouterr())
+        return called(monkeypatch, capsys, "compare", small, *args)
 
     return call
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_refused_before_anything_runs(call: Callable[..., Done], what: str) -> None:
+def test_bad_input_is_refused_before_anything_runs(call: Call, what: str) -> None:
     args, messages = BAD[what]
     done = call(*args)
     assert (done.code, done.out) == (2, "")
@@ -347,7 +326,7 @@ def test_bad_input_is_refused_before_anything_runs(call: Callable[..., Done], wh
 TWO = ("--policies", "pdd,naive", "--out", "here")
 
 
-def test_json_is_the_table_and_nothing_else(call: Callable[..., Done]) -> None:
+def test_json_is_the_table_and_nothing_else(call: Call) -> None:
     done = call(*TWO, "--json")
     assert done.code == 0
     assert done.out == Path("here", FILE).read_text()
@@ -357,13 +336,13 @@ def test_json_is_the_table_and_nothing_else(call: Callable[..., Done]) -> None:
     assert files >= {"scenario.yaml", "events.jsonl", "requests.jsonl", "summary.json"}
 
 
-def test_an_older_comparison_is_replaced(call: Callable[..., Done]) -> None:
+def test_an_older_comparison_is_replaced(call: Call) -> None:
     call(*TWO)
     again = call("--vary", "links.wan.delay=1 ms,90 ms", "--out", "here", "--json")
     assert [c["name"] for c in json.loads(again.out)["columns"]] == ["delay=1 ms", "delay=90 ms"]
 
 
-def test_the_table_has_a_line_for_each_measure(call: Callable[..., Done]) -> None:
+def test_the_table_has_a_line_for_each_measure(call: Call) -> None:
     done = call(*TWO, "--verify")
     assert done.code == 0
     lines = [line.rstrip() for line in done.out.splitlines()]
@@ -386,7 +365,7 @@ def test_the_table_has_a_line_for_each_measure(call: Callable[..., Done]) -> Non
     assert "\x1b" not in done.out
 
 
-def test_lost_requests_fail_it_after_all_columns_ran(call: Callable[..., Done]) -> None:
+def test_lost_requests_fail_it_after_all_columns_ran(call: Call) -> None:
     done = call("--policies", "naive,pdd", "--set", "deadline=270 ms", "--out", "here")
     assert done.code == 1
     table = json.loads(Path("here", FILE).read_text())
@@ -399,7 +378,7 @@ def test_lost_requests_fail_it_after_all_columns_ran(call: Callable[..., Done]) 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_ctrl_c_saves_what_was_measured(
-    call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, number: int
+    call: Call, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     execute, begun = Run.execute, []
 
@@ -429,7 +408,7 @@ def test_ctrl_c_saves_what_was_measured(
 
 @pytest.mark.parametrize("policies", ["pdd,pdd", "pdd,naive"])
 def test_nothing_is_held_against_a_column_that_was_interrupted(
-    call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, policies: str
+    call: Call, monkeypatch: pytest.MonkeyPatch, policies: str
 ) -> None:
     execute, begun = Run.execute, []
 
@@ -621,7 +600,7 @@ def test_deltas_are_request_by_request_and_part_by_part(small: str) -> None:
 # -- what it must come to --------------------------------------------------------------------------
 
 
-def test_an_assertion_that_holds_is_told(call: Callable[..., Done]) -> None:
+def test_an_assertion_that_holds_is_told(call: Call) -> None:
     done = call(*TWO, "--assert", "pdd.ttft_s.p90 < 0.6 * naive.ttft_s.p90")
     assert done.code == 0
     (told,) = [line for line in done.out.splitlines() if line.startswith("pdd.ttft_s.p90 < 0.6")]
@@ -633,7 +612,7 @@ def test_an_assertion_that_holds_is_told(call: Callable[..., Done]) -> None:
 
 
 def test_an_assertion_that_does_not_hold_is_exit_1_with_both_values(
-    call: Callable[..., Done],
+    call: Call,
 ) -> None:
     done = call(*TWO, "--assert", "pdd.ttft_s.p90 > 0.6 * naive.ttft_s.p90", "--json")
     assert done.code == 1
@@ -655,7 +634,7 @@ def test_an_assertion_that_does_not_hold_is_exit_1_with_both_values(
     ],
 )
 def test_an_assertion_that_is_none_is_refused_before_anything_runs(
-    call: Callable[..., Done], condition: str, message: str
+    call: Call, condition: str, message: str
 ) -> None:
     done = call(*TWO, "--assert", condition)
     assert (done.code, done.out) == (2, "")
@@ -671,9 +650,7 @@ def test_an_assertion_that_is_none_is_refused_before_anything_runs(
         ("pdd.ttft_s.p90 * 2", "allowed: a condition"),
     ],
 )
-def test_an_assertion_about_nothing_is_exit_2(
-    call: Callable[..., Done], condition: str, message: str
-) -> None:
+def test_an_assertion_about_nothing_is_exit_2(call: Call, condition: str, message: str) -> None:
     done = call(*TWO, "--assert", condition)
     assert done.code == 2
     assert message in done.err

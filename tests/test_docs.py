@@ -21,8 +21,8 @@ import pytest
 import typer
 
 from pddrt import cli, document
-from pddrt.run import Run
-from pddrt.scenario import load
+
+from .recordings import handed_over
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -135,12 +135,7 @@ def test_what_is_run_elsewhere_is(where: str) -> None:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder, for the commands that open one."""
-    out = tmp_path_factory.mktemp("recorded") / "run"
-    changes = ["workload.requests=4", "workload.output_tokens=150", "handoff.mode=catch-up"]
-    the_run = Run(load(ROOT / "scenarios/handoff.yaml", changes), out=out)
-    the_run.prepare()
-    the_run.execute().raise_for_status()
-    return out
+    return handed_over(tmp_path_factory.mktemp("recorded") / "run")
 
 
 STEPS = "{prefill_tokens_per_s: 5000, decode_step: 5 ms}"

@@ -19,7 +19,7 @@ from pddrt.report.export import MOST, REQUESTS, Exporter, _by_name
 from pddrt.report.timeline import Timeline
 from pddrt.trace import Event
 
-from .recordings import lines, paced, stormy
+from .recordings import lines
 
 Traced = list[dict[str, Any]]
 
@@ -42,16 +42,6 @@ def exported(
 
 def events(folder: Path, kind: type[Event]) -> list[Any]:
     return [e for e in recording.opened(folder).events() if isinstance(e, kind)]
-
-
-@pytest.fixture(scope="module")
-def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stormy(tmp_path_factory.mktemp("runs") / "storm")
-
-
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return paced(tmp_path_factory.mktemp("runs") / "rounds")
 
 
 @pytest.fixture(params=["storm", "rounds"])

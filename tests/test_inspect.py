@@ -7,41 +7,20 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pddrt import cli
 from pddrt.errors import BadInput
 from pddrt.inspection import recorded, stepping
 from pddrt.inspection.listing import Requests, lines
 from pddrt.trace import request_of
 
-from .recordings import copied, paced, stormy
+from .commands import Call, Done, called
+from .recordings import copied
 from .recordings import lines as lines_of
 from .recordings import recorded as ran
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stormy(tmp_path_factory.mktemp("runs") / "storm")
-
-
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return paced(tmp_path_factory.mktemp("runs") / "rounds")
 
 
 @pytest.fixture
@@ -49,14 +28,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*args: object, stdin: str = "") -> Done:
-        monkeypatch.setattr(sys, "argv", ["pddrt", "inspect", *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        return Done(code, *capsys.readouterr())
+        return called(monkeypatch, capsys, "inspect", *args)
 
     return call
 

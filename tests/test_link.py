@@ -14,19 +14,9 @@ import pytest
 from pddrt.netem.link import Delay, Flow, Link, Through
 from pddrt.types import MS, SECOND, US, Ns
 
+from .netlab import drain, finishes
+
 MB = 1_000_000
-
-
-def drain(link: Link) -> list[Through]:
-    """Everything that still comes through, event by event."""
-    out: list[Through] = []
-    while (when := link.next_event()) is not None:
-        out += link.advance(when)
-    return out
-
-
-def finishes(link: Link) -> dict[Any, Ns]:
-    return {item.tag: item.finish for item in drain(link)}
 
 
 # -- one flow ------------------------------------------------------------------------------------

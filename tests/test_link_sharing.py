@@ -17,20 +17,11 @@ from pddrt.netem.link import Flow, Link, Qdisc, Through
 from pddrt.netem.traces import Segment, Trace
 from pddrt.types import MS, SECOND, Ns
 
+from .netlab import drain, finishes
+
 MB = 1_000_000
 WEIGHTS = {"kv": 1, "ids": 4, "control": 3}
 RANKS = {"kv": 1}
-
-
-def drain(link: Link) -> list[Through]:
-    out: list[Through] = []
-    while (when := link.next_event()) is not None:
-        out += link.advance(when)
-    return out
-
-
-def finishes(link: Link) -> dict[Any, Ns]:
-    return {item.tag: item.finish for item in drain(link)}
 
 
 # -- the law once more, by brute force -------------------------------------------------------------

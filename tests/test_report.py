@@ -24,7 +24,7 @@ from pddrt.report.page import make
 from pddrt.report.timeline import Timeline, covered
 from pddrt.types import SECOND
 
-from .recordings import copied, lines, paced, recorded, stormy
+from .recordings import copied, lines, recorded
 
 VOID = {"meta", "br", "input", "link", "img", "hr"}
 
@@ -73,16 +73,6 @@ class Page(HTMLParser):
 
 def reported(folder: Path) -> Page:
     return Page(make(folder).html.read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def storm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stormy(tmp_path_factory.mktemp("runs") / "storm")
-
-
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return paced(tmp_path_factory.mktemp("runs") / "rounds")
 
 
 @pytest.fixture(scope="module")

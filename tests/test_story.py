@@ -10,8 +10,8 @@ import pytest
 
 from pddrt.errors import BadInput
 from pddrt.report.story import Case, picture, read
-from pddrt.run import Run
-from pddrt.scenario import load
+
+from .recordings import handed_over
 
 ROOT = Path(__file__).parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,12 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "run"
-    changes = ["workload.requests=4", "workload.output_tokens=150", "handoff.mode=catch-up"]
-    the_run = Run(load(ROOT / "scenarios/handoff.yaml", changes), out=out)
-    the_run.prepare()
-    the_run.execute().raise_for_status()
-    return out
+    return handed_over(tmp_path_factory.mktemp("runs") / "run")
 
 
 def relayed(folder: Path) -> Case:

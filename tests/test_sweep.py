@@ -6,9 +6,7 @@ import csv
 import json
 import re
 import signal
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import pddrt
-from pddrt import cli
 from pddrt.comparing.assertions import paths_in
 from pddrt.comparing.repeats import Repeats
 from pddrt.errors import BadInput, Interrupted, RunFailed
@@ -33,22 +30,17 @@ from pddrt.sweeping.table import (
     settings,
 )
 
-SCENARIO = """\
-name: small
-seed: 3
-clock: virtual
-model: tiny
-dtype: float64
-links:
-  rdma: {between: [a, a], rate: 10 Gbit/s, delay: 5 us}
-  wan:  {between: [a, b], rate: 16 Mbit/s, delay: 10 ms}
-instances:
-  p0:   {role: prefill, site: a, engine: model, kv_memory: 4 MiB, step_time: &t {prefill_tokens_per_s: 4000, decode_step: 10 ms}}
-  rld0: {role: relay,   site: a, engine: model, kv_memory: 4 MiB, step_time: *t}
-  md0:  {role: main,    site: b, engine: model, kv_memory: 4 MiB, step_time: *t}
+from .commands import Call, Done, called
+from .recordings import SMALL
+
+SCENARIO = (
+    SMALL
+    + """\
 pipeline: {policy: pdd, relay_above: 20 ms}
-workload: {kind: sessions, sessions: 2, turns: 1, rate: 4/s, output_tokens: 6, prompts: random, prompt_tokens: 100}
-"""  # noqa: E501
+workload: {kind: sessions, sessions: 2, turns: 1, rate: 4/s, output_tokens: 6, prompts: random,
+           prompt_tokens: 100}
+"""
+)
 Json = dict[str, Any]
 RATES = "links.wan.rate=(8,32) Mbit/s"
 
@@ -258,26 +250,10 @@ def test_jobs_do_not_change_a_number(small: str) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Done]
-
-
 @pytest.fixture
 def call(small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     def call(*args: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["pddrt", *args])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        return Done(code, *capsys.readouterr())
+        return called(monkeypatch, capsys, *args)
 
     return call
 

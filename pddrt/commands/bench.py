@@ -7,30 +7,20 @@ the terminal comes with the context (`Terminal`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pddrt.commands.options import Terminal
+
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
 app = typer.Typer(
     help="Experiments, each on one question.", no_args_is_help=True, rich_markup_mode=None
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Terminal:
-    """`outlet`: stdout for one command. `console`: of a file. `signals_end_it`: see `cli`."""
-
-    outlet: Callable[[], AbstractContextManager[Any]]
-    console: Callable[[Any], Console]
-    signals_end_it: Callable[[], AbstractContextManager[None]]
 
 
 def _option(metavar: str, default: str, text: str) -> Any:

@@ -1,6 +1,6 @@
 """`pddrt compare`: settings side by side, on the terminal and as a page.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from pddrt.commands.bench import Terminal
-from pddrt.commands.options import Clock, Policies, Repeat, ScenarioFile, Seed, Set, Vary
+from pddrt.commands.options import Clock, Policies, Repeat, ScenarioFile, Seed, Set, Terminal, Vary
 
 SHORT_HELP = "One scenario under several policies or settings, side by side."
 

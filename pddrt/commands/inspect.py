@@ -1,6 +1,6 @@
 """`pddrt inspect`: a recorded run, one request of it, a moment of it; walking through it.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.errors import BadInput
 
 if TYPE_CHECKING:

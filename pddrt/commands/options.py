@@ -1,12 +1,28 @@
-"""Options that several commands take: the same words, the same meaning. Typer reads them at run
-time.
+"""What several commands share: options, with the same words and the same meaning, and how they get
+at the terminal. Typer reads the options at run time.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """`outlet`: stdout for one command. `console`: of a file. `signals_end_it`: see `cli`."""
+
+    outlet: Callable[[], AbstractContextManager[Any]]
+    console: Callable[[Any], Console]
+    signals_end_it: Callable[[], AbstractContextManager[None]]
+
 
 ScenarioFile = Annotated[
     str, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML).", show_default=False)

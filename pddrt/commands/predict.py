@@ -1,6 +1,6 @@
 """`pddrt netem predict`: how long transfers take over a link, in virtual time.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.errors import BadInput
 
 if TYPE_CHECKING:

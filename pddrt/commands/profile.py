@@ -1,6 +1,6 @@
 """`pddrt netem profile`: what a named WAN or a file is like; one from measurements; another format.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.errors import BadInput, CannotRun
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """`pddrt netem proxy`: the emulated link as a TCP proxy for any program.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.errors import BadInput, Interrupted
 
 if TYPE_CHECKING:

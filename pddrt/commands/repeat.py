@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pddrt import live
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.comparing.contrast import at
 from pddrt.comparing.repeats import Repeats
 from pddrt.show import clean

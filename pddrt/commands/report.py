@@ -1,6 +1,6 @@
 """`pddrt report`: two files about a recorded run, for a browser.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 
 SHORT_HELP = "A recorded run as a web page and a Perfetto trace."
 

@@ -1,6 +1,6 @@
 """`pddrt sweep`: a grid of settings, resumable.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal.
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
-from pddrt.commands.bench import Terminal
-from pddrt.commands.options import Clock, Policies, Repeat, ScenarioFile, Seed, Set, Vary
+from pddrt.commands.options import Clock, Policies, Repeat, ScenarioFile, Seed, Set, Terminal, Vary
 
 SHORT_HELP = "One scenario over a grid of values; goes on where it was."
 

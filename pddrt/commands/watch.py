@@ -1,6 +1,6 @@
 """`pddrt watch`: a recorded run on the dashboard, at any pace.
 
-Parses, calls, prints. `bench_cli.Terminal` says how it gets at the terminal. What is on the screen
+Parses, calls, prints. `options.Terminal` says how it gets at the terminal. What is on the screen
 is what was on it while the run was under way: both hear the same events.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pddrt.commands.bench import Terminal
+from pddrt.commands.options import Terminal
 from pddrt.errors import BadInput
 
 if TYPE_CHECKING:

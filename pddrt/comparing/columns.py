@@ -36,7 +36,7 @@ from pddrt.comparing.intervals import LEAST_SEEDS, MAX_SEEDS
 from pddrt.comparing.pairing import DELTAS, Outcome, deltas, other_prompt, pairs
 from pddrt.document import Document
 from pddrt.errors import BadInput, Interrupted, PddrtError, RunFailed
-from pddrt.hosting import free_folder, signals_to, writing
+from pddrt.hosting import claim, free_folder, signals_to, writing
 from pddrt.run import Run
 from pddrt.sections import unknown_name
 from pddrt.trace import Event, Finished, dumps
@@ -210,10 +210,7 @@ class Comparison:
         """
         error: PddrtError | None = None
         with signals_to(self.interrupt):
-            with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # at once: it replaces that of an older comparison, and says whose folder this is
-                (self.folder / FILE).write_text("{}\n", encoding="utf-8")
+            claim(self.folder, FILE)
             try:
                 self._run_all(progress or (lambda stage, done: None))
             except PddrtError as stopped:

@@ -19,7 +19,7 @@ from pddrt.comparing.grid import grid, refuse
 from pddrt.comparing.intervals import MAX_SEEDS, over_seeds
 from pddrt.document import Document
 from pddrt.errors import BadInput, Interrupted, PddrtError, RunFailed
-from pddrt.hosting import free_folder, signals_to, writing
+from pddrt.hosting import claim, free_folder, signals_to, writing
 from pddrt.run import Result, Run
 from pddrt.trace import Event, Finished, Seconds, dumps
 from pddrt.types import SECOND
@@ -88,9 +88,7 @@ class Repeats:
         results: list[Result] = []
         error: PddrtError | None = None
         with signals_to(self.interrupt):
-            with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / FILE).write_text("{}\n", encoding="utf-8")
+            claim(self.folder, FILE)
             try:
                 for number in range(len(self._runs)):
                     if self._interrupted:

@@ -44,8 +44,6 @@ from pddrt.netem.segments import (
     window_limit,
 )
 from pddrt.netem.tcp import SEND_BUFFER, Sender, send_limit
-from pddrt.netem.tcp_bbr import Bbr
-from pddrt.netem.tcp_control import Cubic, Reno
 from pddrt.netem.tcp_link import PACKET, PART, TcpLink, default_queue
 from pddrt.netem.tcp_link import Tcp as Live
 from pddrt.netem.traces import Trace
@@ -263,11 +261,10 @@ def _varying(path: Path, link: Link) -> tuple[Ns, Ns] | None:
 # -- on the live link ------------------------------------------------------------------------------
 
 
-def _live(path: Path, transfers: Sequence[Transfer], seed: int, segments: int | None) -> Predicted:
-    """All transfers are alike but for when they start and what they carry."""
-    one = transfers[0]
+def _tcp(path: Path, one: Transfer, segments: int) -> Live:
+    """How a transfer behaves, in the live link's words."""
     assert one.tcp != "none"
-    tcp = Live(
+    return Live(
         one.tcp,
         one.streams,
         one.warm,
@@ -276,8 +273,14 @@ def _live(path: Path, transfers: Sequence[Transfer], seed: int, segments: int | 
         path.queue,
         path.codel,
         path.overhead,
-        segments or _segments(path, transfers),
+        segments,
     )
+
+
+def _live(path: Path, transfers: Sequence[Transfer], seed: int, segments: int | None) -> Predicted:
+    """All transfers are alike but for when they start and what they carry."""
+    one = transfers[0]
+    tcp = _tcp(path, one, segments or _segments(path, transfers))
     link = path.link(seed, one.tcp)
     live = TcpLink(link, tcp, f"{seed}/netem/predict", path.losses(seed))
     curves = [_Curve() for _ in transfers]
@@ -368,14 +371,9 @@ class _Run:
             total = -(-transfer.nbytes // MSS)
             supply = _Supply(i, transfer, total, _Curve())
             self._supplies.append(supply)
+            tcp = _tcp(path, transfer, segments)
             for k in range(transfer.streams):
-                control = {"reno": Reno, "cubic": Cubic}.get(transfer.tcp)
-                sender = Sender(
-                    control() if control else Bbr(f"{seed}/netem/predict/bbr/{i}/{k}"),
-                    limit=window_limit(transfer.receive_buffer),
-                    buffer=send_limit(transfer.send_buffer),
-                    largest=segments,
-                )
+                sender = tcp.sender(f"{seed}/netem/predict/bbr/{i}/{k}", segments)
                 connection = _Connection(sender, supply, Receiver(sender.limit))
                 supply.connections.append(connection)
                 self._arm(connection, transfer.start)

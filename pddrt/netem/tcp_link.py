@@ -85,6 +85,17 @@ class Tcp:
     overhead: int = 0
     segments: int | None = None
 
+    def sender(self, seed: str, largest: int) -> Sender:
+        """One connection's sender, of packets of so many segments at most. `seed` is of BBR's
+        phases."""
+        control = {"reno": Reno, "cubic": Cubic}.get(self.control)
+        return Sender(
+            control() if control else Bbr(seed),
+            limit=window_limit(self.receive_buffer),
+            buffer=send_limit(self.send_buffer),
+            largest=largest,
+        )
+
 
 class TcpLink:
     """See the module; `link` must be this one's alone. `seed` is of BBR's phases; `losses` is asked
@@ -212,11 +223,6 @@ class TcpLink:
         self._run(now)
         self.link.set_delay(max(now, self._now), delay, jitter)
 
-    def set_loss(self, now: Ns, losses: Loss | None) -> None:
-        """For what is sent from `now` on."""
-        self._run(now)
-        self._losses = losses
-
     def way_back_opens(self, now: Ns) -> None:
         """An outage of the other direction may be over: answers that it held come now."""
         self._run(now)
@@ -267,13 +273,7 @@ class TcpLink:
             quick = UNLIMITED_PACKET if peak is None else peak * length // SECOND // self._wire
             largest = max(1, quick)
         for k in range(tcp.streams):
-            control = {"reno": Reno, "cubic": Cubic}.get(tcp.control)
-            sender = Sender(
-                control() if control else Bbr(f"{self._seed}/bbr/{self._opened}/{k}"),
-                limit=window_limit(tcp.receive_buffer),
-                buffer=send_limit(tcp.send_buffer),
-                largest=largest,
-            )
+            sender = tcp.sender(f"{self._seed}/bbr/{self._opened}/{k}", largest)
             codel = CoDel() if tcp.codel and not self.link.is_fifo else None
             connection = Connection(stream, sender, Receiver(sender.limit), codel)
             stream.connections.append(connection)
